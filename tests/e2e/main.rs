@@ -1,1 +1,22 @@
-fn main() {}
+//! End-to-end tests: the real program, real simulated engines, real sockets on free ports.
+//! Only faults below HTTP are played by a scripted socket instead of an engine.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test ends with the first thing that is not as expected"
+)]
+
+mod abandon;
+mod admin;
+mod bad_input;
+mod engine_faults;
+mod handoff;
+mod injection;
+mod legs;
+mod malformed_handoff;
+mod program;
+mod registry;
+mod stream;
+mod stream_faults;
+mod support;

@@ -1,1 +1,22 @@
-//! Placeholder.
+//! vLLM's NIXL KV connector in Rust: wire protocol, scheduler half and worker half.
+//!
+//! A Rust engine links this crate alone. The state machines are synchronous, take the
+//! time from their caller and never know which transport moves the bytes; nothing here
+//! reads the environment or decides policy.
+
+pub mod compat;
+pub mod error;
+#[cfg(test)]
+mod golden;
+#[cfg(feature = "registry")]
+pub mod handshake;
+pub mod protocol;
+pub mod regions;
+pub mod scheduler;
+pub mod stats;
+pub mod topology;
+pub mod transport;
+pub mod worker;
+
+/// A point on the caller's monotonic clock, as the time since that clock's origin.
+pub type ClockTime = std::time::Duration;

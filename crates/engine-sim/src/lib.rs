@@ -1,1 +1,25 @@
-//! Placeholder.
+//! A simulated vLLM engine that is faithful where a router can tell the difference.
+//!
+//! It owns real KV bytes and moves them through `kv-connector`'s loopback transport; generated
+//! text depends on the bytes it reads, so a wrong hand-off shows. It holds no router policy.
+
+mod blocks;
+mod config;
+mod conn;
+mod core;
+mod engine;
+mod error;
+mod faults;
+mod http;
+mod kv;
+mod metrics;
+mod registration;
+mod shared;
+mod tokens;
+
+pub use config::{EngineConfig, LoadFailurePolicy, Role};
+pub use engine::{Engine, spawn};
+pub use error::EngineError;
+pub use faults::{ArmedFault, Corrupt, Fault, Faults, Gate, Leg, Stage};
+pub use kv_connector::protocol::Generation;
+pub use shared::{EngineStats, SeenRequest};

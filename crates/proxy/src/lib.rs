@@ -1,1 +1,193 @@
-//! Placeholder.
+//! kvbaton's core: it decides which pair serves a request, moves the bytes of both legs, and
+//! keeps account of every hand-off. Knows HTTP's types but no web framework.
+
+mod disagg;
+mod error;
+mod handoff;
+pub mod json;
+mod lease;
+mod ledger;
+mod metrics;
+mod pool;
+mod registry;
+pub mod request;
+mod request_id;
+mod settings;
+pub mod splice;
+mod stream;
+mod upstream;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use bytes::Bytes;
+use http::uri::PathAndQuery;
+use http::{Method, Response};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+pub use disagg::Exchange;
+pub use error::{Broken, Fault, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
+pub use kv_connector::protocol::params::Generation;
+pub use ledger::{HandOffState, HandOffView};
+pub use metrics::METRICS_CONTENT_TYPE;
+pub use pool::{
+    Authorization, ModelList, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Readiness, Role,
+};
+pub use registry::{EngineView, PayloadPart, RankView, Registered, Registry, RegistryError};
+pub use request::{BadRequest, Endpoint};
+pub use request_id::{RequestId, X_REQUEST_ID};
+pub use settings::{ClientInjected, HandOffPolicy, Limits, OnMissing, Probe, Settings, Timeouts};
+pub use stream::{RelayBody, RelayError};
+
+use ledger::Ledger;
+use metrics::Metrics;
+use pool::Pool;
+use upstream::Upstream;
+
+/// What every part of the core shares.
+struct Core {
+    settings: Settings,
+    pool: Arc<Pool>,
+    upstream: Upstream,
+    ledger: Ledger,
+    registry: Registry,
+    metrics: Arc<Metrics>,
+    tasks: TaskTracker,
+    stop: CancellationToken,
+    draining: AtomicBool,
+}
+
+/// The router's core; clones share it.
+#[derive(Clone)]
+pub struct Proxy {
+    core: Arc<Core>,
+}
+
+impl Proxy {
+    /// Builds the core and starts watching the fleet, which is empty at first. Needs a tokio
+    /// runtime; all tasks run in `tasks` and end with `stop`.
+    #[must_use]
+    pub fn start(settings: Settings, tasks: TaskTracker, stop: CancellationToken) -> Self {
+        let metrics = Metrics::new();
+        let pool = Arc::new(Pool::default());
+        let upstream = Upstream::new(&settings.timeouts, tasks.clone());
+        let core = Arc::new(Core {
+            ledger: Ledger::new(Arc::clone(&metrics)),
+            registry: Registry::new(settings.limits.payload_bytes, settings.limits.registry_engines),
+            pool: Arc::clone(&pool),
+            upstream: upstream.clone(),
+            metrics,
+            tasks: tasks.clone(),
+            stop: stop.clone(),
+            draining: AtomicBool::new(false),
+            settings,
+        });
+        pool::probe::watch(pool, upstream, core.settings.probe.clone(), &tasks, stop);
+        Self { core }
+    }
+
+    /// Serves one completion over both legs. Dropping the future or the body frees everything.
+    ///
+    /// # Errors
+    /// Why no answer could be had; nothing has been sent to the client then.
+    pub async fn complete(
+        &self,
+        endpoint: Endpoint,
+        exchange: Exchange,
+        body: Bytes,
+    ) -> Result<Response<RelayBody>, ProxyError> {
+        self.core.complete(endpoint, &exchange, body).await
+    }
+
+    /// Forwards a request without a prefill leg to a decode engine.
+    ///
+    /// # Errors
+    /// No decode engine could be reached, or the body carries a hand-off.
+    pub async fn pass_through(
+        &self,
+        method: Method,
+        path_and_query: PathAndQuery,
+        exchange: Exchange,
+        body: Bytes,
+    ) -> Result<Response<RelayBody>, ProxyError> {
+        self.core.pass_through(method, &path_and_query, &exchange, body).await
+    }
+
+    /// The union of the peers' model lists.
+    #[must_use]
+    pub fn models(&self) -> ModelList {
+        self.core.pool.models()
+    }
+
+    /// All peers.
+    #[must_use]
+    pub fn peers(&self) -> Vec<PeerView> {
+        self.core.pool.all().iter().map(|peer| peer.view()).collect()
+    }
+
+    /// One peer.
+    #[must_use]
+    pub fn peer(&self, id: &str) -> Option<PeerView> {
+        self.core.pool.get(id).map(|peer| peer.view())
+    }
+
+    /// Adds a peer and probes it at once; it takes requests after its first good probe.
+    ///
+    /// # Errors
+    /// The description cannot be used, or such a peer exists.
+    pub fn add_peer(&self, spec: PeerSpec) -> Result<PeerView, PeerSpecError> {
+        let peer = self.core.pool.add(spec)?;
+        let view = peer.view();
+        let (core, stop) = (Arc::clone(&self.core), self.core.stop.clone());
+        self.core.tasks.spawn(async move {
+            let probe = pool::probe::probe(&peer, &core.upstream, core.settings.probe.timeout);
+            tokio::select! {
+                () = stop.cancelled() => {}
+                () = probe => {}
+            }
+        });
+        Ok(view)
+    }
+
+    /// Takes a peer out of the fleet; requests in flight with it go on.
+    #[must_use]
+    pub fn remove_peer(&self, id: &str) -> Option<PeerView> {
+        self.core.pool.remove(id)
+    }
+
+    /// The live hand-offs, oldest first.
+    #[must_use]
+    pub fn hand_offs(&self) -> Vec<HandOffView> {
+        self.core.ledger.sweep();
+        self.core.ledger.views()
+    }
+
+    /// Whether new requests can be served.
+    #[must_use]
+    pub fn readiness(&self) -> Readiness {
+        Readiness {
+            prefill_ready: self.core.pool.ready(Stage::Prefill),
+            decode_ready: self.core.pool.ready(Stage::Decode),
+            draining: self.core.draining.load(Ordering::Relaxed),
+        }
+    }
+
+    /// From now on the router says that it is not ready; requests are still served.
+    pub fn drain(&self) {
+        self.core.draining.store(true, Ordering::Relaxed);
+    }
+
+    /// The handshake registry.
+    #[must_use]
+    pub fn registry(&self) -> &Registry {
+        &self.core.registry
+    }
+
+    /// The metrics page, of type [`METRICS_CONTENT_TYPE`].
+    #[must_use]
+    pub fn metrics(&self) -> String {
+        self.core.ledger.sweep();
+        self.core.metrics.encode()
+    }
+}

@@ -1,0 +1,178 @@
+//! What one simulated engine is: its shape, its speed, its protocol generation.
+//!
+//! A plain record with one `Default`; it reads no environment and opens nothing.
+
+use std::time::Duration;
+
+use kv_connector::protocol::Generation;
+use serde::{Deserialize, Serialize};
+use url::Url;
+
+/// What an engine is meant for; a vLLM engine does whatever its requests ask, so this only labels it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// Computes prompts and hands their KV over.
+    Prefill,
+    /// Fetches KV and generates.
+    Decode,
+    /// Does whatever is asked.
+    #[default]
+    Both,
+}
+
+/// What a decode engine does with a request whose KV could not be loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LoadFailurePolicy {
+    /// The request ends with an internal server error (vLLM 0.32's default).
+    #[default]
+    Fail,
+    /// The prompt is computed locally (vLLM 0.13's default).
+    Recompute,
+}
+
+/// Settings of one engine.
+#[derive(Debug, Clone)]
+pub struct EngineConfig {
+    /// The label of the engine.
+    pub role: Role,
+    /// Connector protocol and vLLM behaviour.
+    pub generation: Generation,
+    /// The model's name; it also enters the compatibility hash.
+    pub model: String,
+    /// The engine id; `None` draws a random UUID, as vLLM does at every start.
+    pub engine_id: Option<String>,
+    /// Context limit in tokens.
+    pub max_model_len: usize,
+    /// Attention layers.
+    pub layers: usize,
+    /// KV blocks, including the null block that is never used.
+    pub num_blocks: usize,
+    /// Tokens per block.
+    pub block_size: usize,
+    /// KV heads per layer.
+    pub kv_heads: usize,
+    /// Elements per head.
+    pub head_dim: usize,
+    /// Bytes per element.
+    pub dtype: usize,
+    /// How long a finished prefill keeps its blocks for the decode side.
+    pub lease: Duration,
+    /// Time one prompt token takes to compute.
+    pub prefill_time_per_token: Duration,
+    /// Time one decode step takes, whatever the batch.
+    pub decode_time_per_token: Duration,
+    /// Requests that run at once.
+    pub max_num_seqs: usize,
+    /// Prompt tokens computed in one step at most.
+    pub max_num_batched_tokens: usize,
+    /// Base URL of the handshake registry; without one every pull from an unknown engine fails.
+    pub registry: Option<Url>,
+    /// Bearer token for the registry.
+    pub registry_token: Option<String>,
+    /// How often the handshake payload is published again.
+    pub registry_refresh: Duration,
+    /// Host reported in hand-offs; `None` is the listener's address.
+    pub advertise_host: Option<String>,
+    /// Port reported in hand-offs; `None` is the listener's port.
+    pub advertise_port: Option<u16>,
+    /// What happens to a request whose KV could not be loaded.
+    pub load_failure_policy: LoadFailurePolicy,
+    /// The version that `/version` and the compatibility hash show; `None` follows the generation.
+    pub vllm_version: Option<String>,
+    /// Whether a differing compatibility hash refuses a handshake.
+    pub enforce_compat: bool,
+    /// Generation ends at a token with this probability (one in so many); `None` never ends by itself.
+    pub eos_every: Option<u64>,
+    /// Whether an idle engine is blind to notifications, as vLLM is in the cases its versions have.
+    pub idle_trap: bool,
+    /// Requests kept in the log that tests read.
+    pub request_log: usize,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self {
+            role: Role::Both,
+            generation: Generation::V14,
+            model: "sim".to_owned(),
+            engine_id: None,
+            max_model_len: 8192,
+            layers: 2,
+            num_blocks: 513,
+            block_size: 16,
+            kv_heads: 2,
+            head_dim: 8,
+            dtype: 2,
+            lease: Duration::from_secs(30),
+            prefill_time_per_token: Duration::ZERO,
+            decode_time_per_token: Duration::ZERO,
+            max_num_seqs: 256,
+            max_num_batched_tokens: 2048,
+            registry: None,
+            registry_token: None,
+            registry_refresh: Duration::from_secs(2),
+            advertise_host: None,
+            advertise_port: None,
+            load_failure_policy: LoadFailurePolicy::Fail,
+            vllm_version: None,
+            enforce_compat: true,
+            eos_every: None,
+            idle_trap: true,
+            request_log: 256,
+        }
+    }
+}
+
+impl EngineConfig {
+    /// Defaults of a generation: v2 has a 480 s lease and recomputes after a failed load.
+    pub fn for_generation(generation: Generation) -> Self {
+        match generation {
+            Generation::V14 => Self::default(),
+            Generation::V2 => Self {
+                generation,
+                lease: Duration::from_secs(480),
+                load_failure_policy: LoadFailurePolicy::Recompute,
+                ..Self::default()
+            },
+        }
+    }
+
+    /// The vLLM version that this engine claims.
+    pub fn version(&self) -> &str {
+        match (&self.vllm_version, self.generation) {
+            (Some(version), _) => version,
+            (None, Generation::V14) => "0.32.0",
+            (None, Generation::V2) => "0.13.0",
+        }
+    }
+
+    pub(crate) fn is_v14(&self) -> bool {
+        self.generation == Generation::V14
+    }
+
+    /// The first setting that cannot work, with what it must be.
+    pub(crate) fn fault(&self) -> Option<(&'static str, &'static str)> {
+        let positive = [
+            ("layers", self.layers),
+            ("block_size", self.block_size),
+            ("kv_heads", self.kv_heads),
+            ("head_dim", self.head_dim),
+            ("dtype", self.dtype),
+            ("max_model_len", self.max_model_len),
+            ("max_num_seqs", self.max_num_seqs),
+            ("max_num_batched_tokens", self.max_num_batched_tokens),
+        ];
+        if let Some((name, _)) = positive.iter().find(|(_, value)| *value == 0) {
+            return Some((name, "at least 1"));
+        }
+        if self.num_blocks < 2 {
+            return Some(("num_blocks", "at least 2, because block 0 is never used"));
+        }
+        if self.eos_every == Some(0) {
+            return Some(("eos_every", "at least 1"));
+        }
+        None
+    }
+}

@@ -1,0 +1,129 @@
+//! The core's side of transfers: handshakes over the registry, and what came to an end.
+
+use std::sync::Arc;
+
+use kv_connector::handshake::RegistryClient;
+use kv_connector::scheduler::FinishStatus;
+use kv_connector::worker::{HandshakeFailure, HandshakeJob, RankReply, TransferResults};
+
+use super::request::{Output, State};
+use super::{Core, CoreDeath};
+use crate::config::LoadFailurePolicy;
+use crate::faults::Corrupt;
+use crate::metrics::Outcome;
+
+/// What a handshake's task brought back.
+pub(crate) struct HandshakeOutcome {
+    engine_id: String,
+    replies: Result<Vec<RankReply>, HandshakeFailure>,
+}
+
+impl Core {
+    /// Starts a tracked task for every handshake that the worker wants.
+    pub(super) fn start_handshakes(&mut self) {
+        for job in self.worker.take_handshake_jobs() {
+            let registry = self.registry.clone();
+            let sender = self.handshake_sender.clone();
+            let stop = self.stop.clone();
+            self.tracker.spawn(async move {
+                let outcome = tokio::select! {
+                    () = stop.cancelled() => return,
+                    outcome = shake_hands(job, registry) => outcome,
+                };
+                // A core that has ended needs no answer.
+                let _ = sender.send(outcome).await;
+            });
+        }
+    }
+
+    pub(super) fn finish_handshake(&mut self, outcome: HandshakeOutcome) {
+        let now = self.now();
+        if let Err(error) = self.worker.complete_handshake(&outcome.engine_id, outcome.replies, now) {
+            tracing::warn!(peer = outcome.engine_id, %error, "handshake failed");
+        }
+    }
+
+    pub(super) fn apply_transfers(&mut self, results: TransferResults) -> Result<(), CoreDeath> {
+        if let Some(stats) = self.worker.take_stats() {
+            self.shared.metrics.lock().add_transfers(&stats);
+        }
+        // The blocks concerned are known from the requests, which fail as a whole.
+        drop(self.worker.take_invalid_blocks());
+        for id in &results.finished_sending {
+            match self.requests.get(id).map(|request| request.state) {
+                Some(State::Finished) => self.forget(id),
+                Some(_) => return Err(CoreDeath::ReleasedWhileRunning(id.clone())),
+                None => tracing::debug!(id, "blocks of an unknown request were read"),
+            }
+        }
+        for id in &results.finished_recving {
+            self.scheduler.on_received(id);
+            let failed = results.failed_recving.contains(id);
+            match self.requests.get(id).map(|request| request.state) {
+                Some(State::WaitingForRemoteKv) if failed => self.load_failed(id),
+                Some(State::WaitingForRemoteKv) => self.load_arrived(id)?,
+                Some(State::Finished) => self.forget(id),
+                _ => tracing::debug!(id, "blocks of an unknown request have arrived"),
+            }
+        }
+        Ok(())
+    }
+
+    fn load_arrived(&mut self, id: &str) -> Result<(), CoreDeath> {
+        let Some(request) = self.requests.get_mut(id) else { return Ok(()) };
+        match request.corrupt {
+            Some(Corrupt::Pulled) => self.kv.corrupt(&request.blocks[request.first_pulled_block..])?,
+            Some(Corrupt::Written) => {}
+            None => {
+                let full = request.computed / self.shared.config.block_size;
+                self.pool.publish(&request.blocks[..full], &request.hashes[..full]);
+            }
+        }
+        if request.computed == request.tokens.len() {
+            request.computed -= 1;
+        }
+        request.state = State::Waiting;
+        let mut metrics = self.shared.metrics.lock();
+        metrics.local_hit_tokens += request.local_hit as u64;
+        metrics.external_tokens += request.external_tokens as u64;
+        Ok(())
+    }
+
+    fn load_failed(&mut self, id: &str) {
+        if self.shared.config.load_failure_policy == LoadFailurePolicy::Fail {
+            if let Some(request) = self.requests.get(id) {
+                // A receiver that is gone needs no news.
+                let _ = request.outputs.try_send(Output::LoadFailed);
+            }
+            self.end_early(id, FinishStatus::Failed);
+            self.shared.metrics.lock().count_outcome(Outcome::Error);
+            return;
+        }
+        let Some(request) = self.requests.get_mut(id) else { return };
+        let blocks = std::mem::take(&mut request.blocks);
+        request.state = State::Waiting;
+        request.computed = 0;
+        request.external_tokens = 0;
+        request.remote_cached = None;
+        request.load_failed = true;
+        self.pool.release(&blocks);
+    }
+}
+
+async fn shake_hands(job: HandshakeJob, registry: Option<Arc<RegistryClient>>) -> HandshakeOutcome {
+    let engine_id = job.engine_id;
+    let Some(registry) = registry else {
+        return HandshakeOutcome { engine_id, replies: Err(HandshakeFailure::UnknownEngine) };
+    };
+    let mut replies = Vec::with_capacity(job.ranks.len());
+    for (pp_rank, tp_rank) in job.ranks {
+        match registry.fetch(&engine_id, pp_rank, tp_rank).await {
+            Ok(payload) => replies.push(RankReply { pp_rank, tp_rank, payload, clock: None }),
+            Err(error) => {
+                tracing::warn!(peer = engine_id, %error, "handshake payload not available");
+                return HandshakeOutcome { replies: Err(error.into()), engine_id };
+            }
+        }
+    }
+    HandshakeOutcome { engine_id, replies: Ok(replies) }
+}

@@ -1,0 +1,224 @@
+//! Starting and stopping one engine, and the handle that its owner keeps.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use kv_connector::compat::CompatFactors;
+use kv_connector::handshake::RegistryClient;
+use kv_connector::protocol::{Generation, TransferMode};
+use kv_connector::regions::Region;
+use kv_connector::scheduler::{Scheduler, SchedulerConfig};
+use kv_connector::transport::loopback::{self, LoopbackAgent};
+use kv_connector::transport::{KvMemory, MemoryType};
+use kv_connector::worker::{Worker, WorkerConfig};
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio_util::task::TaskTracker;
+
+use crate::config::EngineConfig;
+use crate::conn::{self, StopTokens};
+use crate::core::{Core, CoreParts};
+use crate::error::EngineError;
+use crate::faults::Faults;
+use crate::http;
+use crate::kv::{Geometry, KvCache};
+use crate::registration::keep_published;
+use crate::shared::{EngineStats, SeenRequest, Shared};
+
+/// Commands that may wait for the core.
+const COMMAND_QUEUE: usize = 4096;
+
+/// A running engine; dropping it stops it abruptly, like [`Engine::kill`] without the waiting.
+pub struct Engine {
+    shared: Arc<Shared>,
+    addr: SocketAddr,
+    stop: StopTokens,
+    /// The listener and its connections.
+    connections: TaskTracker,
+    /// The core, its handshakes and the publisher.
+    background: TaskTracker,
+    transport_faults: loopback::Faults,
+}
+
+/// Starts an engine on a listener that is already bound.
+///
+/// The handshake payload is published in the background, so the registry may come up later.
+///
+/// # Errors
+/// An impossible setting, a listener without an address, or no loopback transport.
+pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine, EngineError> {
+    if let Some((setting, expected)) = config.fault() {
+        return Err(EngineError::Setting { setting, expected });
+    }
+    let addr = listener.local_addr().map_err(EngineError::Listener)?;
+    let config = fit_context(config);
+    let engine_id = config.engine_id.clone().unwrap_or_else(|| uuid::Uuid::new_v4().to_string());
+    let registry = match &config.registry {
+        None => None,
+        Some(url) => {
+            let client = RegistryClient::new(url.as_str(), config.registry_token.clone());
+            Some(Arc::new(client.map_err(EngineError::Registry)?))
+        }
+    };
+    let geometry = Geometry::of(&config);
+    let memory = KvMemory::allocate(&vec![geometry.region_bytes(); geometry.regions]);
+    let agent = LoopbackAgent::new(&engine_id, memory.clone()).map_err(EngineError::Loopback)?;
+    let transport_faults = agent.faults();
+    let regions = regions(&config, geometry, &memory.base_addresses());
+    let worker = Worker::new(worker_config(&config, &engine_id), agent, regions)?;
+    let payload = worker.handshake_payload();
+
+    let stop = StopTokens::default();
+    let (connections, background) = (TaskTracker::new(), TaskTracker::new());
+    let (command_sender, commands) = mpsc::channel(COMMAND_QUEUE);
+    let scheduler = Scheduler::new(scheduler_config(&config, &engine_id, addr));
+    let shared = Shared::new(config, engine_id.clone(), command_sender);
+    let core = Core::new(CoreParts {
+        shared: Arc::clone(&shared),
+        commands,
+        scheduler,
+        worker,
+        kv: KvCache::new(memory, geometry),
+        registry: registry.clone(),
+        tracker: background.clone(),
+        stop: stop.kill.clone(),
+    });
+    background.spawn(core.run());
+    if let Some(registry) = registry {
+        let refresh = shared.config.registry_refresh;
+        background.spawn(keep_published(registry, engine_id, payload, refresh, stop.kill.clone()));
+    }
+    let app = http::app(Arc::clone(&shared));
+    connections.spawn(conn::serve(listener, app, stop.clone(), connections.clone()));
+    Ok(Engine { shared, addr, stop, connections, background, transport_faults })
+}
+
+impl Engine {
+    /// The address that it listens on.
+    pub fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+
+    /// The base URL of its HTTP API, without a slash at the end.
+    pub fn url(&self) -> String {
+        format!("http://{}", self.addr)
+    }
+
+    /// The id under which its handshake payload is published.
+    pub fn engine_id(&self) -> &str {
+        &self.shared.engine_id
+    }
+
+    /// The settings that it runs with.
+    pub fn config(&self) -> &EngineConfig {
+        &self.shared.config
+    }
+
+    /// Its scripted faults.
+    pub fn faults(&self) -> &Faults {
+        &self.shared.faults
+    }
+
+    /// The scripted faults of its KV transport.
+    pub fn transport_faults(&self) -> loopback::Faults {
+        self.transport_faults.clone()
+    }
+
+    /// What it holds and has done.
+    pub fn stats(&self) -> EngineStats {
+        self.shared.read_stats()
+    }
+
+    /// The newest requests that arrived, oldest first, those to `/sim` left out.
+    pub fn requests(&self) -> Vec<SeenRequest> {
+        self.shared.seen()
+    }
+
+    /// Finishes what runs, then stops; dropping the future stops at once, as held requests may need.
+    pub async fn shutdown(self) {
+        self.stop.drain.cancel();
+        self.connections.close();
+        self.connections.wait().await;
+        self.kill().await;
+    }
+
+    /// Stops at once, as a killed process does: sockets are reset and the transport is gone.
+    pub async fn kill(self) {
+        self.stop.kill.cancel();
+        self.connections.close();
+        self.background.close();
+        self.connections.wait().await;
+        self.background.wait().await;
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.stop.kill.cancel();
+    }
+}
+
+/// A context that does not fit into the blocks could never be served.
+fn fit_context(mut config: EngineConfig) -> EngineConfig {
+    config.max_model_len = config.max_model_len.min((config.num_blocks - 1) * config.block_size);
+    config
+}
+
+fn regions(config: &EngineConfig, geometry: Geometry, bases: &[u64]) -> Vec<Region> {
+    let per_layer = geometry.regions / config.layers;
+    let block_len = geometry.block_bytes() as u64;
+    bases
+        .iter()
+        .enumerate()
+        .map(|(index, base)| Region {
+            name: format!("model.layers.{}.self_attn.attn", index / per_layer),
+            base_address: *base,
+            block_len,
+            block_stride: block_len,
+            num_blocks: geometry.blocks as u64,
+            memory: MemoryType::Dram,
+            group: 0,
+        })
+        .collect()
+}
+
+fn compatibility_hash(config: &EngineConfig) -> String {
+    let dtype = match config.dtype {
+        1 => "torch.float8_e4m3fn",
+        2 => "torch.bfloat16",
+        _ => "torch.float32",
+    };
+    CompatFactors {
+        generation: config.generation,
+        connector_version: config.generation.connector_version(),
+        vllm_version: config.version().to_owned(),
+        model: config.model.clone(),
+        dtype: dtype.to_owned(),
+        num_kv_heads: config.kv_heads as u64,
+        head_size: config.head_dim as u64,
+        num_hidden_layers: config.layers as u64,
+        attn_backend_name: "CPU_ATTN".to_owned(),
+        cache_dtype: "auto".to_owned(),
+        is_hma_enabled: true,
+        speculative_config: None,
+        transfer_mode: TransferMode::Pull,
+    }
+    .digest()
+}
+
+fn worker_config(config: &EngineConfig, engine_id: &str) -> WorkerConfig {
+    let mut worker = WorkerConfig::new(config.generation, engine_id, compatibility_hash(config));
+    worker.block_size = u32::try_from(config.block_size).unwrap_or(u32::MAX);
+    worker.enforce_compatibility = config.enforce_compat;
+    worker.lease = config.lease;
+    worker.v2_dies_on_failed_handshake = config.generation == Generation::V2;
+    worker
+}
+
+fn scheduler_config(config: &EngineConfig, engine_id: &str, addr: SocketAddr) -> SchedulerConfig {
+    let host = config.advertise_host.clone().unwrap_or_else(|| addr.ip().to_string());
+    let port = config.advertise_port.unwrap_or_else(|| addr.port());
+    let mut scheduler = SchedulerConfig::new(config.generation, engine_id, host, port);
+    scheduler.lease = config.lease;
+    scheduler
+}

@@ -1,0 +1,460 @@
+//! Reading a generation request: the schema with its refusals, then vLLM's own value checks.
+//!
+//! Schema refusals reach no handler and tell the prefill engine nothing; value refusals do.
+
+use serde_json::{Map, Value};
+
+use super::reject::{Rejection, python_input};
+use crate::core::request::Sampling;
+use crate::tokens::{self, Token};
+
+/// The two generation endpoints.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Endpoint {
+    Completions,
+    Chat,
+}
+
+/// One prompt, tokenised, with the text that `echo` repeats.
+#[derive(Debug, Clone)]
+pub(crate) struct Prompt {
+    pub(crate) tokens: Vec<Token>,
+    pub(crate) text: String,
+}
+
+/// A request that passed the schema.
+#[derive(Debug, Clone)]
+pub(crate) struct GenerationRequest {
+    pub(crate) endpoint: Endpoint,
+    pub(crate) model: Option<String>,
+    pub(crate) prompts: Vec<Prompt>,
+    pub(crate) n: i64,
+    pub(crate) max_tokens: Option<i64>,
+    pub(crate) max_tokens_name: &'static str,
+    pub(crate) min_tokens: i64,
+    pub(crate) temperature: f64,
+    pub(crate) seed: Option<i64>,
+    pub(crate) stop: Vec<String>,
+    pub(crate) stop_token_ids: Vec<Token>,
+    pub(crate) include_stop: bool,
+    pub(crate) ignore_eos: bool,
+    pub(crate) echo: bool,
+    /// Alternatives per token; `None` when log probabilities were not asked for.
+    pub(crate) logprobs: Option<i64>,
+    pub(crate) stream: bool,
+    pub(crate) include_usage: bool,
+    pub(crate) continuous_usage: bool,
+    pub(crate) return_token_ids: bool,
+    pub(crate) request_id: Option<String>,
+    pub(crate) kv_transfer_params: Option<Map<String, Value>>,
+}
+
+/// Reads the JSON text.
+///
+/// # Errors
+/// The schema's refusal of the first thing that does not fit.
+pub(crate) fn parse(endpoint: Endpoint, body: &[u8]) -> Result<GenerationRequest, Rejection> {
+    let value: Value = serde_json::from_slice(body).map_err(|error| invalid_json(body, &error))?;
+    let Value::Object(map) = value else {
+        return Err(Rejection::schema_error(
+            "model_attributes_type",
+            "body",
+            "Input should be a valid dictionary or object to extract fields from",
+            &python_input(&value),
+            "",
+        ));
+    };
+    let fields = Fields { map: &map };
+    let stream = fields.boolean("stream")?.unwrap_or(false);
+    let (include_usage, continuous_usage) = stream_options(&fields, stream)?;
+    let prompts = match endpoint {
+        Endpoint::Completions => completion_prompts(&fields)?,
+        Endpoint::Chat => vec![chat_prompt(&fields)?],
+    };
+    let logprobs = logprobs(&fields, endpoint)?;
+    let (max_tokens, max_tokens_name) = output_limit(&fields, endpoint)?;
+    Ok(GenerationRequest {
+        endpoint,
+        model: fields.text("model")?,
+        prompts,
+        n: fields.integer("n")?.unwrap_or(1),
+        max_tokens,
+        max_tokens_name,
+        min_tokens: fields.integer("min_tokens")?.unwrap_or(0),
+        temperature: fields.number("temperature")?.unwrap_or(1.0),
+        seed: fields.integer("seed")?,
+        stop: stop_strings(&fields)?,
+        stop_token_ids: token_list(&fields, "stop_token_ids")?,
+        include_stop: fields.boolean("include_stop_str_in_output")?.unwrap_or(false),
+        ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
+        echo: fields.boolean("echo")?.unwrap_or(false),
+        logprobs,
+        stream,
+        include_usage,
+        continuous_usage,
+        return_token_ids: fields.boolean("return_token_ids")?.unwrap_or(false),
+        request_id: fields.text("request_id")?,
+        kv_transfer_params: fields.object("kv_transfer_params")?.cloned(),
+    })
+}
+
+/// Reads a `prompt` or `messages` as `/tokenize` takes them.
+///
+/// # Errors
+/// The schema's refusal.
+pub(crate) fn parse_tokenize(body: &[u8]) -> Result<Prompt, Rejection> {
+    let map: Map<String, Value> = serde_json::from_slice(body).map_err(|error| invalid_json(body, &error))?;
+    let fields = Fields { map: &map };
+    if map.contains_key("messages") {
+        return chat_prompt(&fields);
+    }
+    match fields.text("prompt")? {
+        Some(text) => Ok(Prompt { tokens: tokens::encode(&text), text }),
+        None => Err(fields.missing("prompt")),
+    }
+}
+
+impl GenerationRequest {
+    /// vLLM's checks inside the handler, in its order; gives one sampling record per prompt.
+    ///
+    /// # Errors
+    /// The first check that fails.
+    pub(crate) fn check(&self, served: &str, max_model_len: usize) -> Result<Vec<Sampling>, Rejection> {
+        if let Some(asked) = self.model.as_deref().filter(|asked| !asked.is_empty() && *asked != served) {
+            return Err(Rejection::unknown_model(asked, served));
+        }
+        let limit = i64::try_from(max_model_len).unwrap_or(i64::MAX);
+        if let Some(asked) = self.max_tokens.filter(|asked| *asked > limit) {
+            let name = self.max_tokens_name;
+            let message = format!(
+                "{name}={asked} cannot be greater than max_model_len={limit}. Please request fewer output tokens."
+            );
+            return Err(Rejection::bad_parameter(&message, name, Some(&asked.to_string())));
+        }
+        for prompt in &self.prompts {
+            check_length(prompt, max_model_len)?;
+        }
+        self.prompts.iter().map(|prompt| self.sampling(prompt, limit)).collect()
+    }
+
+    fn sampling(&self, prompt: &Prompt, limit: i64) -> Result<Sampling, Rejection> {
+        let room = limit - i64::try_from(prompt.tokens.len()).unwrap_or(limit);
+        let only_echo = self.echo && self.max_tokens == Some(0);
+        let max_tokens = if only_echo { 1 } else { self.max_tokens.map_or(room, |asked| asked.min(room)) };
+        if self.n < 1 {
+            return Err(Rejection::bad_value(format!("n must be at least 1, got {}.", self.n), None));
+        }
+        if self.temperature < 0.0 {
+            let value = self.temperature.to_string();
+            let message = format!("temperature must be non-negative, got {value}.");
+            return Err(Rejection::bad_parameter(&message, "temperature", Some(&value)));
+        }
+        if max_tokens < 1 {
+            let message = format!("max_tokens must be at least 1, got {max_tokens}.");
+            return Err(Rejection::bad_parameter(&message, "max_tokens", Some(&max_tokens.to_string())));
+        }
+        if self.min_tokens < 0 {
+            let message = format!("min_tokens must be greater than or equal to 0, got {}.", self.min_tokens);
+            return Err(Rejection::bad_value(message, None));
+        }
+        if self.min_tokens > max_tokens {
+            let message =
+                format!("min_tokens must be less than or equal to max_tokens={max_tokens}, got {}.", self.min_tokens);
+            return Err(Rejection::bad_value(message, None));
+        }
+        if self.stop.iter().any(String::is_empty) {
+            return Err(Rejection::bad_value("stop cannot contain an empty string.".to_owned(), None));
+        }
+        let greedy = self.temperature < 1e-5;
+        if greedy && self.n > 1 {
+            let message = format!("n must be 1 when using greedy sampling, got {}.", self.n);
+            return Err(Rejection::bad_value(message, None));
+        }
+        Ok(Sampling {
+            max_tokens: usize::try_from(max_tokens).unwrap_or(1),
+            min_tokens: usize::try_from(self.min_tokens).unwrap_or(0),
+            stop_token_ids: self.stop_token_ids.clone(),
+            ignore_eos: self.ignore_eos,
+            noise: if greedy { 0 } else { self.seed.unwrap_or(0).cast_unsigned() },
+        })
+    }
+}
+
+fn check_length(prompt: &Prompt, max_model_len: usize) -> Result<(), Rejection> {
+    let count = prompt.tokens.len();
+    if count == 0 {
+        return Err(Rejection::bad_value("The decoder prompt cannot be empty".to_owned(), None));
+    }
+    if count <= max_model_len {
+        return Ok(());
+    }
+    // The tokenizer stops one token after the limit, so longer texts are not counted exactly.
+    let count = max_model_len + 1;
+    let message = format!(
+        "This model's maximum context length is {max_model_len} tokens. However, your prompt contains \
+         at least {count} input tokens, which exceeds this limit even without any output tokens. \
+         Please reduce the length of the input prompt."
+    );
+    Err(Rejection::bad_parameter(&message, "input_tokens", Some(&count.to_string())))
+}
+
+fn invalid_json(body: &[u8], error: &serde_json::Error) -> Rejection {
+    let before: usize = body.split(|byte| *byte == b'\n').take(error.line().saturating_sub(1)).map(|l| l.len() + 1).sum();
+    let position = before + error.column().saturating_sub(1);
+    Rejection::schema_error(
+        "json_invalid",
+        &format!("body.{position}"),
+        "JSON decode error",
+        "'<dict of 0 items>'",
+        ", 'ctx': {'error': 'Expecting value'}",
+    )
+}
+
+fn stream_options(fields: &Fields<'_>, stream: bool) -> Result<(bool, bool), Rejection> {
+    let Some(options) = fields.object("stream_options")? else { return Ok((false, false)) };
+    if !stream {
+        return Err(Rejection::bad_parameter(
+            "Stream options can only be defined when `stream=True`.",
+            "stream_options",
+            None,
+        )
+        .from_schema());
+    }
+    let on = |name: &str| options.get(name).and_then(Value::as_bool).unwrap_or(false);
+    let include = on("include_usage");
+    Ok((include, include && on("continuous_usage_stats")))
+}
+
+fn output_limit(fields: &Fields<'_>, endpoint: Endpoint) -> Result<(Option<i64>, &'static str), Rejection> {
+    let plain = fields.integer("max_tokens")?;
+    if endpoint == Endpoint::Completions {
+        return Ok((Some(plain.unwrap_or(16)), "max_tokens"));
+    }
+    match fields.integer("max_completion_tokens")? {
+        Some(limit) => Ok((Some(limit), "max_completion_tokens")),
+        None => Ok((plain, "max_completion_tokens")),
+    }
+}
+
+fn logprobs(fields: &Fields<'_>, endpoint: Endpoint) -> Result<Option<i64>, Rejection> {
+    if endpoint == Endpoint::Completions {
+        return fields.integer("logprobs");
+    }
+    let wanted = fields.boolean("logprobs")?.unwrap_or(false);
+    let top = fields.integer("top_logprobs")?.unwrap_or(0);
+    if !wanted && top != 0 {
+        return Err(Rejection::bad_parameter(
+            "when using `top_logprobs`, `logprobs` must be set to true.",
+            "top_logprobs",
+            None,
+        )
+        .from_schema());
+    }
+    Ok(wanted.then_some(top))
+}
+
+fn stop_strings(fields: &Fields<'_>) -> Result<Vec<String>, Rejection> {
+    match fields.get("stop") {
+        None => Ok(Vec::new()),
+        Some(Value::String(text)) => Ok(vec![text.clone()]),
+        Some(Value::Array(items)) => items
+            .iter()
+            .map(|item| item.as_str().map(str::to_owned).ok_or_else(|| not_a_string("stop", item)))
+            .collect(),
+        Some(other) => Err(not_a_string("stop", other)),
+    }
+}
+
+fn not_a_string(name: &str, value: &Value) -> Rejection {
+    Rejection::schema_error(
+        "string_type",
+        &format!("body.{name}"),
+        "Input should be a valid string",
+        &python_input(value),
+        "",
+    )
+}
+
+fn token_list(fields: &Fields<'_>, name: &str) -> Result<Vec<Token>, Rejection> {
+    match fields.get(name) {
+        None => Ok(Vec::new()),
+        Some(Value::Array(items)) => items.iter().map(|item| token_id(name, item)).collect(),
+        Some(other) => Err(Rejection::schema_error(
+            "list_type",
+            &format!("body.{name}"),
+            "Input should be a valid list",
+            &python_input(other),
+            "",
+        )),
+    }
+}
+
+fn token_id(name: &str, value: &Value) -> Result<Token, Rejection> {
+    value
+        .as_u64()
+        .and_then(|id| Token::try_from(id).ok())
+        .ok_or_else(|| integer_error(name, value))
+}
+
+fn integer_error(name: &str, value: &Value) -> Rejection {
+    let (kind, message) = match value {
+        Value::String(_) => {
+            ("int_parsing", "Input should be a valid integer, unable to parse string as an integer")
+        }
+        Value::Number(_) => {
+            ("int_from_float", "Input should be a valid integer, got a number with a fractional part")
+        }
+        _ => ("int_type", "Input should be a valid integer"),
+    };
+    Rejection::schema_error(kind, &format!("body.{name}"), message, &python_input(value), "")
+}
+
+fn completion_prompts(fields: &Fields<'_>) -> Result<Vec<Prompt>, Rejection> {
+    let empty = || {
+        Rejection::bad_parameter("Either prompt or prompt_embeds must be provided and non-empty.", "prompt", None)
+            .from_schema()
+    };
+    match fields.get("prompt") {
+        None => Err(empty()),
+        Some(Value::String(text)) if text.is_empty() => Err(empty()),
+        Some(Value::String(text)) => Ok(vec![text_prompt(text)]),
+        Some(Value::Array(items)) if items.is_empty() => {
+            Err(Rejection::bad_value("The decoder prompt cannot be empty".to_owned(), None))
+        }
+        Some(Value::Array(items)) if items.iter().all(Value::is_number) => Ok(vec![id_prompt(items)?]),
+        Some(Value::Array(items)) => items
+            .iter()
+            .map(|item| match item {
+                Value::String(text) => Ok(text_prompt(text)),
+                Value::Array(ids) => id_prompt(ids),
+                other => Err(not_a_string("prompt", other)),
+            })
+            .collect(),
+        Some(other) => Err(not_a_string("prompt", other)),
+    }
+}
+
+fn text_prompt(text: &str) -> Prompt {
+    Prompt { tokens: tokens::encode(text), text: text.to_owned() }
+}
+
+fn id_prompt(items: &[Value]) -> Result<Prompt, Rejection> {
+    let ids = items.iter().map(|item| token_id("prompt", item)).collect::<Result<Vec<_>, _>>()?;
+    if let Some(id) = ids.iter().find(|id| **id >= tokens::VOCABULARY) {
+        return Err(Rejection::bad_value(format!("Token id {id} is out of vocabulary"), None));
+    }
+    let text = tokens::decode(&ids);
+    Ok(Prompt { tokens: ids, text })
+}
+
+fn chat_prompt(fields: &Fields<'_>) -> Result<Prompt, Rejection> {
+    match fields.get("messages") {
+        None => Err(fields.missing("messages")),
+        Some(Value::Array(messages)) => {
+            if let Some(bad) = messages.iter().position(|message| !message.get("role").is_some_and(Value::is_string)) {
+                let location = format!("body.messages.{bad}.role");
+                let input = python_input(&messages[bad]);
+                return Err(Rejection::schema_error("missing", &location, "Field required", &input, ""));
+            }
+            let rendered = tokens::chat_template(messages, fields.get("tools"));
+            Ok(Prompt { text: tokens::decode(&rendered), tokens: rendered })
+        }
+        Some(other) => Err(Rejection::schema_error(
+            "list_type",
+            "body.messages",
+            "Input should be a valid list",
+            &python_input(other),
+            "",
+        )),
+    }
+}
+
+/// Typed access to the fields of a body; JSON null counts as absent.
+struct Fields<'a> {
+    map: &'a Map<String, Value>,
+}
+
+impl<'a> Fields<'a> {
+    fn get(&self, name: &str) -> Option<&'a Value> {
+        self.map.get(name).filter(|value| !value.is_null())
+    }
+
+    fn missing(&self, name: &str) -> Rejection {
+        let input = format!("'<dict of {} items>'", self.map.len());
+        Rejection::schema_error("missing", &format!("body.{name}"), "Field required", &input, "")
+    }
+
+    fn text(&self, name: &str) -> Result<Option<String>, Rejection> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text.clone())),
+            Some(other) => Err(not_a_string(name, other)),
+        }
+    }
+
+    fn boolean(&self, name: &str) -> Result<Option<bool>, Rejection> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(Value::Bool(flag)) => Ok(Some(*flag)),
+            Some(Value::Number(number)) if number.as_u64() == Some(0) => Ok(Some(false)),
+            Some(Value::Number(number)) if number.as_u64() == Some(1) => Ok(Some(true)),
+            Some(Value::String(text)) if text == "true" || text == "True" => Ok(Some(true)),
+            Some(Value::String(text)) if text == "false" || text == "False" => Ok(Some(false)),
+            Some(other) => Err(Rejection::schema_error(
+                "bool_parsing",
+                &format!("body.{name}"),
+                "Input should be a valid boolean, unable to interpret input",
+                &python_input(other),
+                "",
+            )),
+        }
+    }
+
+    fn integer(&self, name: &str) -> Result<Option<i64>, Rejection> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        let parsed = match value {
+            Value::Number(number) => number.as_i64().or_else(|| whole(number.as_f64()?)),
+            Value::String(text) => text.trim().parse().ok(),
+            Value::Bool(flag) => Some(i64::from(*flag)),
+            _ => None,
+        };
+        parsed.map(Some).ok_or_else(|| integer_error(name, value))
+    }
+
+    fn number(&self, name: &str) -> Result<Option<f64>, Rejection> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        let parsed = match value {
+            Value::Number(number) => number.as_f64(),
+            Value::String(text) => text.trim().parse().ok(),
+            _ => None,
+        };
+        parsed.map(Some).ok_or_else(|| {
+            Rejection::schema_error(
+                "float_parsing",
+                &format!("body.{name}"),
+                "Input should be a valid number, unable to parse string as a number",
+                &python_input(value),
+                "",
+            )
+        })
+    }
+
+    fn object(&self, name: &str) -> Result<Option<&'a Map<String, Value>>, Rejection> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(Value::Object(map)) => Ok(Some(map)),
+            Some(other) => Err(Rejection::schema_error(
+                "dict_type",
+                &format!("body.{name}"),
+                "Input should be a valid dictionary",
+                &python_input(other),
+                "",
+            )),
+        }
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the value is whole and in range")]
+fn whole(number: f64) -> Option<i64> {
+    (number.fract() == 0.0 && number.abs() < 9.0e15).then_some(number as i64)
+}

@@ -1,0 +1,174 @@
+//! What can go wrong with one request, as data: what, whose fault, how far it got.
+//! Never builds a response and never holds an engine's address.
+
+use crate::request::BadRequest;
+
+/// The leg of the exchange.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Stage {
+    /// The prefill engine's leg.
+    Prefill,
+    /// The decode engine's leg.
+    Decode,
+}
+
+impl Stage {
+    /// The name used in metrics, logs and error codes.
+    #[must_use]
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+}
+
+/// Who has to act for the request to succeed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The client sent something that cannot work.
+    Client,
+    /// An engine failed or answered nonsense.
+    Engine(Stage),
+    /// The fleet has nobody who could serve the request now.
+    Fleet(Stage),
+}
+
+/// How far an exchange with an engine got before it failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Progress {
+    /// The engine cannot have seen the request.
+    NotSent,
+    /// The engine may have seen it; no answer came.
+    Sent,
+    /// The answer had begun.
+    Answering,
+}
+
+/// What broke between the router and an engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Broken {
+    /// No connection could be made.
+    Connect,
+    /// The connection ended early.
+    Reset,
+    /// No answer, or no more of it, in time.
+    Timeout,
+    /// The answer was not HTTP.
+    Protocol,
+    /// The answer exceeded what the router holds.
+    TooLarge,
+}
+
+impl Broken {
+    /// The name used in metrics and error codes.
+    #[must_use]
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Connect => "connect",
+            Self::Reset => "reset",
+            Self::Timeout => "timeout",
+            Self::Protocol => "protocol",
+            Self::TooLarge => "too_large",
+        }
+    }
+}
+
+/// One failed exchange with one engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{} engine: {} ({progress:?})", stage.label(), broken.label())]
+pub struct UpstreamFailure {
+    /// Which leg.
+    pub stage: Stage,
+    /// What broke.
+    pub broken: Broken,
+    /// How far it got.
+    pub progress: Progress,
+}
+
+impl UpstreamFailure {
+    /// Whether the same request may be sent to another engine without any risk of being run twice.
+    #[must_use]
+    pub const fn is_unseen(&self) -> bool {
+        matches!(self.progress, Progress::NotSent)
+    }
+}
+
+/// Why an answer of a prefill engine holds no hand-off that may reach a decode engine.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum HandOffRefusal {
+    /// The answer has none.
+    #[error("the prefill engine returned no hand-off")]
+    Missing,
+    /// The answer is not a JSON object.
+    #[error("the prefill engine's answer is not a JSON object")]
+    Garbage,
+    /// A field is absent or wrong; forwarding it would harm the decode engine.
+    #[error("the hand-off is defective: {0}")]
+    Defect(kv_connector::protocol::handoff::HandOffDefect),
+    /// The prefill engine did not generate exactly one token, so its block list may not fit.
+    #[error("the prefill engine generated {0:?} tokens instead of one")]
+    TokenCount(Option<u64>),
+    /// The hand-off covers more tokens than the prompt has.
+    #[error("the hand-off covers {covered} tokens of a prompt of {prompt}")]
+    Coverage {
+        /// Tokens that the hand-off says it covers.
+        covered: u64,
+        /// Prompt tokens that the engine counted.
+        prompt: u64,
+    },
+    /// Too little of the lease is left to read the blocks safely.
+    #[error("the hand-off's lease is about to end")]
+    Expiring,
+}
+
+impl HandOffRefusal {
+    /// The name used in metrics.
+    #[must_use]
+    pub const fn label(&self) -> &'static str {
+        match self {
+            Self::Missing => "missing",
+            Self::Garbage | Self::Defect(_) | Self::TokenCount(_) | Self::Coverage { .. } => "refused",
+            Self::Expiring => "expired",
+        }
+    }
+}
+
+/// Why a request got no answer from an engine.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ProxyError {
+    /// The body cannot be routed.
+    #[error(transparent)]
+    BadRequest(#[from] BadRequest),
+    /// No usable engine for the stage.
+    #[error("no {} engine is ready", .0.label())]
+    NoPeer(Stage),
+    /// The exchange with an engine broke.
+    #[error(transparent)]
+    Upstream(#[from] UpstreamFailure),
+    /// The prefill engine answered with a server error.
+    #[error("the prefill engine answered {0}")]
+    PrefillFailed(u16),
+    /// No usable hand-off, and the settings say to fail.
+    #[error(transparent)]
+    HandOff(HandOffRefusal),
+}
+
+impl ProxyError {
+    /// Whose fault it is.
+    #[must_use]
+    pub const fn fault(&self) -> Fault {
+        match self {
+            Self::BadRequest(_) => Fault::Client,
+            Self::NoPeer(stage) => Fault::Fleet(*stage),
+            Self::Upstream(failure) => Fault::Engine(failure.stage),
+            Self::PrefillFailed(_) | Self::HandOff(_) => Fault::Engine(Stage::Prefill),
+        }
+    }
+
+    /// Whether sending the same request again may succeed.
+    #[must_use]
+    pub const fn may_retry(&self) -> bool {
+        !matches!(self, Self::BadRequest(_))
+    }
+}

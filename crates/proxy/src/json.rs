@@ -1,0 +1,238 @@
+//! One strict pass over JSON text (RFC 8259) that yields the members of an object as byte spans.
+//!
+//! Owns syntax only: it builds no tree, allocates nothing per key, never recurses, and its faults carry
+//! offsets, never content. It must not know what any field means.
+
+mod scan;
+mod text;
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use self::scan::Scanner;
+
+pub(crate) use self::scan::{Event, walk};
+pub use self::text::unescape;
+pub(crate) use self::text::{Unescape, key_is, push_string};
+
+/// Containers that may be open at once, the outermost object included.
+pub const MAX_DEPTH: usize = 512;
+
+/// What a JSON value is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// `{...}`
+    Object,
+    /// `[...]`
+    Array,
+    /// `"..."`
+    String,
+    /// Any number.
+    Number,
+    /// `true`
+    True,
+    /// `false`
+    False,
+    /// `null`
+    Null,
+}
+
+/// Why a text is not an acceptable JSON object, and where.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{kind} at byte {offset}")]
+pub struct JsonFault {
+    /// Offset of the first offending byte; the text's length where it ends too early.
+    pub offset: usize,
+    /// What is wrong there.
+    pub kind: JsonFaultKind,
+}
+
+/// The kinds of [`JsonFault`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum JsonFaultKind {
+    /// The bytes are not UTF-8.
+    #[error("invalid UTF-8")]
+    Utf8,
+    /// The text ends inside a value.
+    #[error("unexpected end")]
+    UnexpectedEnd,
+    /// A byte that cannot stand where it does.
+    #[error("unexpected byte")]
+    UnexpectedByte,
+    /// A number that breaks the grammar.
+    #[error("malformed number")]
+    Number,
+    /// A backslash followed by no legal escape.
+    #[error("malformed escape")]
+    Escape,
+    /// A raw control character inside a string.
+    #[error("control character in a string")]
+    ControlCharacter,
+    /// More than [`MAX_DEPTH`] containers are open.
+    #[error("nested too deeply")]
+    TooDeep,
+    /// Something follows the object.
+    #[error("trailing bytes")]
+    TrailingBytes,
+    /// The text begins like JSON, but not with an object.
+    #[error("not an object")]
+    NotAnObject,
+}
+
+impl JsonFaultKind {
+    fn at(self, offset: usize) -> JsonFault {
+        JsonFault { offset, kind: self }
+    }
+}
+
+/// One member of an object, as spans of the text it was found in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Member<'a> {
+    text: &'a str,
+    key: Range<usize>,
+    escaped: bool,
+    value: Range<usize>,
+    kind: Kind,
+}
+
+impl<'a> Member<'a> {
+    /// The key between its quotes, escapes unresolved.
+    pub fn raw_key(&self) -> &'a str {
+        &self.text[self.key.clone()]
+    }
+
+    /// Whether the key holds escapes.
+    pub fn is_escaped(&self) -> bool {
+        self.escaped
+    }
+
+    /// Whether the key, its escapes resolved, is `name`.
+    pub fn key_is(&self, name: &str) -> bool {
+        key_is(self.raw_key(), self.escaped, name)
+    }
+
+    /// The value's span.
+    pub fn value(&self) -> Range<usize> {
+        self.value.clone()
+    }
+
+    /// The value's text.
+    pub fn raw_value(&self) -> &'a str {
+        &self.text[self.value.clone()]
+    }
+
+    /// What the value is.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// The whole text that the spans refer to.
+    pub(crate) fn text(&self) -> &'a str {
+        self.text
+    }
+
+    /// From the key's opening quote to the end of the value.
+    pub fn span(&self) -> Range<usize> {
+        self.key.start - 1..self.value.end
+    }
+
+    /// The value with escapes resolved, if it is a string.
+    pub fn string(&self) -> Option<Cow<'a, str>> {
+        let raw = self.raw_value();
+        (self.kind == Kind::String).then(|| unescape(&raw[1..raw.len() - 1]))
+    }
+}
+
+/// Checks that `body` is UTF-8 and walks the members of the object in it.
+///
+/// # Errors
+/// The first fault before the first member; later ones come from the iterator.
+pub fn members(body: &[u8]) -> Result<Members<'_>, JsonFault> {
+    let text = std::str::from_utf8(body).map_err(|error| JsonFaultKind::Utf8.at(error.valid_up_to()))?;
+    Members::open(text)
+}
+
+/// The members of one object in order, duplicates included; ends after the first fault.
+///
+/// Only an exhausted iterator has checked the whole text.
+#[derive(Clone, Debug)]
+pub struct Members<'a> {
+    scan: Scanner<'a>,
+    stage: Stage,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    First,
+    Later,
+    Done,
+}
+
+impl<'a> Members<'a> {
+    /// Walks the object that `text` is.
+    ///
+    /// # Errors
+    /// `NotAnObject`, `UnexpectedByte` or `UnexpectedEnd` when the text does not begin with an object.
+    pub fn open(text: &'a str) -> Result<Self, JsonFault> {
+        let mut scan = Scanner { text, at: 0 };
+        scan.skip_whitespace();
+        match scan.peek()? {
+            b'{' => scan.at += 1,
+            b'[' | b'"' | b'-' | b'0'..=b'9' | b't' | b'f' | b'n' => {
+                return Err(JsonFaultKind::NotAnObject.at(scan.at));
+            }
+            _ => return Err(JsonFaultKind::UnexpectedByte.at(scan.at)),
+        }
+        Ok(Self { scan, stage: Stage::First })
+    }
+
+    fn advance(&mut self) -> Result<Option<Member<'a>>, JsonFault> {
+        let scan = &mut self.scan;
+        scan.skip_whitespace();
+        match (self.stage, scan.peek()?) {
+            (_, b'}') => {
+                scan.at += 1;
+                scan.skip_whitespace();
+                self.stage = Stage::Done;
+                if scan.at < scan.text.len() {
+                    return Err(JsonFaultKind::TrailingBytes.at(scan.at));
+                }
+                return Ok(None);
+            }
+            (Stage::First, _) => self.stage = Stage::Later,
+            (_, b',') => {
+                scan.at += 1;
+                scan.skip_whitespace();
+            }
+            _ => return Err(JsonFaultKind::UnexpectedByte.at(scan.at)),
+        }
+        let (key, escaped) = scan.key()?;
+        let start = scan.at;
+        let kind = scan.value(1, &mut |_| {})?;
+        Ok(Some(Member { text: scan.text, key, escaped, value: start..scan.at, kind }))
+    }
+}
+
+impl<'a> Iterator for Members<'a> {
+    type Item = Result<Member<'a>, JsonFault>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.stage == Stage::Done {
+            return None;
+        }
+        let item = self.advance().transpose();
+        if !matches!(item, Some(Ok(_))) {
+            self.stage = Stage::Done;
+        }
+        item
+    }
+}
+
+/// Whether a value says nothing: `null`, or an object without members.
+pub(crate) fn is_blank(kind: Kind, raw: &str) -> bool {
+    match kind {
+        Kind::Null => true,
+        Kind::Object => raw[1..raw.len() - 1].bytes().all(|byte| byte.is_ascii_whitespace()),
+        _ => false,
+    }
+}

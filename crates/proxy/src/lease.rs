@@ -1,0 +1,212 @@
+//! The router's hold on one granted hand-off, and how its blocks are freed when no decode engine
+//! takes it. A lease that is dropped before a decode engine has it is released.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Method, StatusCode};
+use kv_connector::protocol::params::{Generation, TransferMode};
+use tokio::time::Instant;
+
+use crate::Core;
+use crate::error::{Stage, UpstreamFailure};
+use crate::handoff::HandedOff;
+use crate::ledger::{Granted, HandOffState};
+use crate::metrics::HandOffResult;
+use crate::pool::peer::Peer;
+use crate::request::ClientRequest;
+use crate::request_id::RequestId;
+use crate::splice::Spliced;
+use crate::upstream::{Leg, own_headers};
+
+/// How many decode engines a release tries.
+const RELEASE_TRIES: usize = 3;
+
+/// A model name that no fleet serves: a decode engine refuses it inside its handler, after the
+/// body has been read, and on that path tells the prefill engine that nobody will read the blocks.
+const NO_SUCH_MODEL: &str = "kvbaton/release-by-rejection";
+
+/// One granted hand-off, from P's answer until a decode engine has read it.
+pub(crate) struct Lease {
+    /// Taken only by the drop that hands it to the release task.
+    hold: Option<Hold>,
+    taken: bool,
+}
+
+struct Hold {
+    core: Arc<Core>,
+    key: u64,
+    hand_off: HandedOff,
+    request: ClientRequest,
+    request_id: RequestId,
+    decode: Option<Arc<Peer>>,
+    granted: Instant,
+    lasts: Duration,
+}
+
+impl Lease {
+    pub(crate) fn open(
+        core: &Arc<Core>,
+        hand_off: HandedOff,
+        prefill: &Peer,
+        request: &ClientRequest,
+        request_id: &RequestId,
+    ) -> Self {
+        let policy = &core.settings.hand_off;
+        let lasts = prefill.spec.lease.unwrap_or(match hand_off.generation {
+            Generation::V2 => policy.lease_v2,
+            Generation::V14 => policy.lease,
+        });
+        let key = core.ledger.open(Granted {
+            request_id: request_id.as_str().to_owned(),
+            prefill: prefill.id.clone(),
+            engine_id: hand_off.engine_id.clone(),
+            remote_request_id: hand_off.remote_request_id.clone(),
+            blocks: hand_off.blocks,
+            lease: lasts,
+        });
+        let hold = Hold {
+            core: Arc::clone(core),
+            key,
+            hand_off,
+            request: request.clone(),
+            request_id: request_id.clone(),
+            decode: None,
+            granted: Instant::now(),
+            lasts,
+        };
+        Self { hold: Some(hold), taken: false }
+    }
+
+    /// The hand-off's bytes for the decode leg.
+    pub(crate) fn raw(&self) -> Option<Bytes> {
+        self.hold.as_ref().map(|hold| hold.hand_off.raw.clone())
+    }
+
+    /// Since when the prefill engine holds the blocks.
+    pub(crate) fn granted(&self) -> Option<Instant> {
+        self.hold.as_ref().map(|hold| hold.granted)
+    }
+
+    /// Whether the lease may end before a decode engine has read the blocks.
+    pub(crate) fn is_expiring(&self) -> bool {
+        self.hold.as_ref().is_some_and(|hold| {
+            let margin = hold.core.settings.hand_off.lease_margin.min(hold.lasts / 2);
+            hold.granted.elapsed() + margin >= hold.lasts
+        })
+    }
+
+    /// The hand-off is being sent to a decode engine, which from now on frees the blocks: by its
+    /// read, or by its abort when the connection is dropped.
+    pub(crate) fn dispatched(&mut self, decode: &Arc<Peer>) {
+        if let Some(hold) = &mut self.hold {
+            hold.core.ledger.dispatched(hold.key, &decode.id);
+            hold.decode = Some(Arc::clone(decode));
+            self.taken = true;
+        }
+    }
+
+    /// The decode engine did not take it after all: the router has to free the blocks.
+    pub(crate) fn refused(&mut self) {
+        self.taken = false;
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let Some(hold) = self.hold.take() else { return };
+        if self.taken {
+            hold.core.ledger.close(hold.key, HandOffResult::Relayed);
+            return;
+        }
+        hold.core.ledger.enter(hold.key, HandOffState::Releasing);
+        let tasks = hold.core.tasks.clone();
+        tasks.spawn(hold.release());
+    }
+}
+
+/// Why one try to release a hand-off failed.
+#[derive(Debug, thiserror::Error)]
+enum NotReleased {
+    #[error(transparent)]
+    Broken(#[from] UpstreamFailure),
+    #[error("the decode engine answered {0}")]
+    Status(StatusCode),
+}
+
+impl Hold {
+    async fn release(self) {
+        let deadline = self.core.settings.timeouts.release;
+        let released = tokio::time::timeout(deadline, self.try_peers()).await.unwrap_or(false);
+        if released {
+            self.core.ledger.close(self.key, HandOffResult::Released);
+        } else {
+            self.core.ledger.enter(self.key, HandOffState::Stranded);
+            tracing::warn!(
+                request_id = self.request_id.as_str(),
+                engine_id = %self.hand_off.engine_id,
+                blocks = self.hand_off.blocks,
+                "no decode engine could release a hand-off: its blocks stay until the lease ends"
+            );
+        }
+    }
+
+    /// Tries the engine that the hand-off was meant for first: it has most likely shaken hands
+    /// with the prefill engine before, so that its word goes out at once.
+    async fn try_peers(&self) -> bool {
+        if self.hand_off.mode == TransferMode::Push {
+            return false;
+        }
+        let mut peers = self.core.pool.ready_peers(Stage::Decode);
+        if let Some(meant) = &self.decode {
+            peers.sort_by_key(|peer| !Arc::ptr_eq(peer, meant));
+        }
+        for peer in peers.iter().take(RELEASE_TRIES) {
+            match self.try_peer(peer).await {
+                Ok(()) => return true,
+                Err(error) => {
+                    tracing::debug!(peer = %peer.id, %error, "release refused");
+                }
+            }
+        }
+        false
+    }
+
+    async fn try_peer(&self, peer: &Arc<Peer>) -> Result<(), NotReleased> {
+        let _in_flight = peer.enter();
+        let (path, body, wanted) = match self.hand_off.generation {
+            // Refused with 404 after parsing, which makes this generation's server notify P.
+            Generation::V14 => ("/v1/completions", self.rejected_body(), StatusCode::NOT_FOUND),
+            // This generation's server never tells P of a refusal: read the blocks for one token.
+            Generation::V2 => (
+                self.request.endpoint().path(),
+                self.request.release_body(self.hand_off.raw.clone()),
+                StatusCode::OK,
+            ),
+        };
+        let leg = Leg {
+            stage: Stage::Decode,
+            peer,
+            method: Method::POST,
+            path,
+            headers: own_headers(&RequestId::accept(None)),
+            body,
+        };
+        let response = self.core.upstream.send(leg, self.core.settings.timeouts.release).await?;
+        let status = response.status();
+        let limit = self.core.settings.limits.answer_bytes;
+        self.core.upstream.collect(Stage::Decode, response.into_body(), limit).await?;
+        if status == wanted { Ok(()) } else { Err(NotReleased::Status(status)) }
+    }
+
+    fn rejected_body(&self) -> Spliced {
+        let mut body = Vec::with_capacity(self.hand_off.raw.len() + 128);
+        body.extend_from_slice(br#"{"model":""#);
+        body.extend_from_slice(NO_SUCH_MODEL.as_bytes());
+        body.extend_from_slice(br#"","prompt":"-","max_tokens":1,"kv_transfer_params":"#);
+        body.extend_from_slice(&self.hand_off.raw);
+        body.push(b'}');
+        Spliced::from(Bytes::from(body))
+    }
+}

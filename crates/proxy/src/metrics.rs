@@ -1,0 +1,233 @@
+//! The counters and histograms of the router, in one handle that is passed in.
+//! Few labels, each from a closed set; never an address or a request id.
+
+use std::sync::Arc;
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::{Registry, Unit};
+
+use crate::error::{HandOffRefusal, ProxyError, UpstreamFailure};
+use crate::request::{BypassReason, Endpoint};
+
+/// Content type of [`Metrics::encode`].
+pub const METRICS_CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+const SECONDS: [f64; 16] =
+    [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0];
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct RequestLabels {
+    endpoint: &'static str,
+    outcome: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct ResultLabel {
+    result: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct ReasonLabel {
+    reason: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct FailureLabels {
+    stage: &'static str,
+    kind: &'static str,
+}
+
+/// How a hand-off ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum HandOffResult {
+    /// A decode engine took it.
+    Relayed,
+    /// The router made the prefill engine free the blocks.
+    Released,
+    /// The prefill engine's own timer had to free the blocks.
+    Expired,
+}
+
+/// The router's metrics.
+#[derive(Debug)]
+pub(crate) struct Metrics {
+    registry: Registry,
+    requests: Family<RequestLabels, Counter>,
+    hand_offs: Family<ResultLabel, Counter>,
+    hand_offs_live: Gauge,
+    bypass: Family<ReasonLabel, Counter>,
+    upstream_failures: Family<FailureLabels, Counter>,
+    stream_errors: Counter,
+    prefill_seconds: Histogram,
+    decode_head_seconds: Histogram,
+    hand_over_seconds: Histogram,
+}
+
+impl Metrics {
+    pub(crate) fn new() -> Arc<Self> {
+        let mut registry = Registry::with_prefix("kvbaton");
+        let seconds = || Histogram::new(SECONDS);
+        let metrics = Self {
+            requests: Family::default(),
+            hand_offs: Family::default(),
+            hand_offs_live: Gauge::default(),
+            bypass: Family::default(),
+            upstream_failures: Family::default(),
+            stream_errors: Counter::default(),
+            prefill_seconds: seconds(),
+            decode_head_seconds: seconds(),
+            hand_over_seconds: seconds(),
+            registry: Registry::default(),
+        };
+        registry.register("requests", "Requests by endpoint and outcome", metrics.requests.clone());
+        registry.register(
+            "handoffs",
+            "Hand-offs by what became of them: relayed to a decode engine, missing from the prefill \
+             answer, refused as defective, released by the router, expired",
+            metrics.hand_offs.clone(),
+        );
+        registry.register(
+            "handoffs_live",
+            "Hand-offs whose blocks a prefill engine still holds, as far as the router knows",
+            metrics.hand_offs_live.clone(),
+        );
+        registry.register(
+            "pd_bypass",
+            "Requests sent to a decode engine alone, by reason",
+            metrics.bypass.clone(),
+        );
+        registry.register(
+            "upstream_failures",
+            "Failed exchanges with engines by leg and kind",
+            metrics.upstream_failures.clone(),
+        );
+        registry.register(
+            "stream_errors",
+            "Streams that an engine broke off after their head",
+            metrics.stream_errors.clone(),
+        );
+        registry.register_with_unit(
+            "prefill",
+            "Time from sending the prefill leg to its whole answer",
+            Unit::Seconds,
+            metrics.prefill_seconds.clone(),
+        );
+        registry.register_with_unit(
+            "decode_head",
+            "Time from sending the decode leg to its response head",
+            Unit::Seconds,
+            metrics.decode_head_seconds.clone(),
+        );
+        registry.register_with_unit(
+            "hand_over",
+            "Time from the prefill answer to the first body byte of the decode answer",
+            Unit::Seconds,
+            metrics.hand_over_seconds.clone(),
+        );
+        // Results that have not happened yet still show as zero, so that alerts can be written.
+        for result in ["relayed", "missing", "refused", "released", "expired"] {
+            let _ = metrics.hand_offs.get_or_create(&ResultLabel { result });
+        }
+        Arc::new(Self { registry, ..metrics })
+    }
+
+    pub(crate) fn encode(&self) -> String {
+        let mut text = String::new();
+        // Writing to a string cannot fail; an encoder fault would show as a truncated page.
+        let _ = prometheus_client::encoding::text::encode(&mut text, &self.registry);
+        text
+    }
+
+    pub(crate) fn request_ended(&self, endpoint: Endpoint, outcome: Outcome) {
+        let labels = RequestLabels { endpoint: endpoint.label(), outcome: outcome.label() };
+        self.requests.get_or_create(&labels).inc();
+    }
+
+    pub(crate) fn hand_off_refused(&self, refusal: &HandOffRefusal) {
+        self.hand_offs.get_or_create(&ResultLabel { result: refusal.label() }).inc();
+    }
+
+    pub(crate) fn hand_off_ended(&self, result: HandOffResult) {
+        let result = match result {
+            HandOffResult::Relayed => "relayed",
+            HandOffResult::Released => "released",
+            HandOffResult::Expired => "expired",
+        };
+        self.hand_offs.get_or_create(&ResultLabel { result }).inc();
+    }
+
+    pub(crate) fn hand_offs_live(&self, count: usize) {
+        self.hand_offs_live.set(i64::try_from(count).unwrap_or(i64::MAX));
+    }
+
+    pub(crate) fn bypassed(&self, reason: BypassReason) {
+        self.bypass.get_or_create(&ReasonLabel { reason: reason.label() }).inc();
+    }
+
+    pub(crate) fn upstream_failed(&self, failure: UpstreamFailure) {
+        let labels = FailureLabels { stage: failure.stage.label(), kind: failure.broken.label() };
+        self.upstream_failures.get_or_create(&labels).inc();
+    }
+
+    pub(crate) fn stream_broken(&self) {
+        self.stream_errors.inc();
+    }
+
+    pub(crate) fn prefill_took(&self, seconds: f64) {
+        self.prefill_seconds.observe(seconds);
+    }
+
+    pub(crate) fn decode_head_took(&self, seconds: f64) {
+        self.decode_head_seconds.observe(seconds);
+    }
+
+    pub(crate) fn hand_over_took(&self, seconds: f64) {
+        self.hand_over_seconds.observe(seconds);
+    }
+}
+
+/// How a client's request ended, seen from the router.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    Served,
+    /// An engine's 4xx was relayed, or the router refused the body.
+    ClientError,
+    EngineError,
+    NoPeer,
+    /// The client left before its answer was complete.
+    Abandoned,
+}
+
+impl Outcome {
+    pub(crate) const fn label(self) -> &'static str {
+        match self {
+            Self::Served => "served",
+            Self::ClientError => "client_error",
+            Self::EngineError => "engine_error",
+            Self::NoPeer => "no_peer",
+            Self::Abandoned => "abandoned",
+        }
+    }
+
+    pub(crate) const fn of_error(error: &ProxyError) -> Self {
+        match error {
+            ProxyError::BadRequest(_) => Self::ClientError,
+            ProxyError::NoPeer(_) => Self::NoPeer,
+            ProxyError::Upstream(_) | ProxyError::PrefillFailed(_) | ProxyError::HandOff(_) => {
+                Self::EngineError
+            }
+        }
+    }
+
+    pub(crate) const fn of_status(status: u16) -> Self {
+        match status {
+            0..400 => Self::Served,
+            400..500 => Self::ClientError,
+            _ => Self::EngineError,
+        }
+    }
+}

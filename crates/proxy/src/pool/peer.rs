@@ -1,0 +1,366 @@
+//! One engine of the fleet: what the operator said of it, what was observed, what is in flight.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use http::header::{AUTHORIZATION, HeaderMap, HeaderValue};
+use http::uri::{Authority, PathAndQuery, Scheme, Uri};
+use kv_connector::protocol::params::Generation;
+use parking_lot::RwLock;
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+use crate::error::Stage;
+
+/// What a peer does in the fleet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    /// Computes prompts and holds their KV blocks until they are read.
+    Prefill,
+    /// Pulls the blocks and generates.
+    Decode,
+}
+
+impl Role {
+    /// The leg that this role serves.
+    #[must_use]
+    pub const fn stage(self) -> Stage {
+        match self {
+            Self::Prefill => Stage::Prefill,
+            Self::Decode => Stage::Decode,
+        }
+    }
+}
+
+/// What becomes of the client's `Authorization` header on the way to a peer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Authorization {
+    /// It passes unchanged.
+    #[default]
+    Forward,
+    /// It is replaced by `Bearer` and the peer's token.
+    Replace,
+    /// It is dropped.
+    None,
+}
+
+/// What the operator says of a peer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PeerSpec {
+    /// Its role; implied by the list it stands in when it comes from the settings.
+    pub role: Role,
+    /// Base URL, `http://host:port` with an optional path prefix.
+    pub url: String,
+    /// Name shown to operators and used as its id; made from role and position when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Connector generation; asked of the engine when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub generation: Option<Generation>,
+    /// Host at which decode engines reach this prefill engine's side channel, in place of the
+    /// one that it reports.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kv_host: Option<String>,
+    /// Port of the side channel, in place of the one that it reports.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kv_port: Option<u16>,
+    /// How long this prefill engine keeps an unread hand-off, as configured there.
+    #[serde(default, with = "humantime_serde::option", skip_serializing_if = "Option::is_none")]
+    pub lease: Option<Duration>,
+    /// What becomes of the client's `Authorization`.
+    #[serde(default)]
+    pub authorization: Authorization,
+    /// The token for `authorization = "replace"`; never shown.
+    #[serde(default, skip_serializing)]
+    pub token: Option<String>,
+}
+
+impl PeerSpec {
+    /// A peer about which only role and address are known.
+    #[must_use]
+    pub fn new(role: Role, url: impl Into<String>) -> Self {
+        Self {
+            role,
+            url: url.into(),
+            name: None,
+            generation: None,
+            kv_host: None,
+            kv_port: None,
+            lease: None,
+            authorization: Authorization::Forward,
+            token: None,
+        }
+    }
+
+    /// Whether a peer can be made of this.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn check(&self) -> Result<(), PeerSpecError> {
+        Peer::new(String::new(), self.clone()).map(|_| ())
+    }
+}
+
+/// Why a peer's description cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PeerSpecError {
+    /// The URL is not `http://host[:port][/prefix]`.
+    #[error("{url:?} is not a base URL of the form http://host:port")]
+    Url {
+        /// What was given.
+        url: String,
+    },
+    /// TLS to engines is not spoken.
+    #[error("{url:?}: only http:// engines can be reached")]
+    Scheme {
+        /// What was given.
+        url: String,
+    },
+    /// `authorization = "replace"` without a usable token.
+    #[error("authorization \"replace\" needs a non-empty token that fits a header")]
+    Token,
+    /// The name is empty or holds characters that an id in a path cannot have.
+    #[error("{name:?} cannot be a peer's name: use letters, digits, '.', '_' and '-'")]
+    Name {
+        /// What was given.
+        name: String,
+    },
+    /// Another peer has this name or this role and URL.
+    #[error("a peer with the same name or the same role and url exists: {id}")]
+    Exists {
+        /// The id of the other peer.
+        id: String,
+    },
+}
+
+/// What was learnt about a peer.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Observed {
+    pub(crate) state: PeerState,
+    pub(crate) generation: Option<Generation>,
+    pub(crate) version: Option<String>,
+    pub(crate) models: Arc<[ServedModel]>,
+    pub(crate) engine_ids: BTreeSet<String>,
+    pub(crate) last_error: Option<PeerFault>,
+}
+
+/// Whether a peer takes requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PeerState {
+    /// Never answered a probe yet.
+    #[default]
+    Unknown,
+    /// Answered its last probe.
+    Ready,
+    /// Did not answer, or not healthily.
+    Unreachable,
+}
+
+/// A model in a peer's list, with the text of its entry.
+#[derive(Clone, Debug)]
+pub(crate) struct ServedModel {
+    pub(crate) id: String,
+    pub(crate) entry: Box<RawValue>,
+}
+
+/// The last thing that went wrong with a peer.
+#[derive(Clone, Debug, Serialize)]
+pub struct PeerFault {
+    /// What went wrong, as a code.
+    pub kind: String,
+    /// When, in seconds of Unix time.
+    pub at: u64,
+}
+
+impl PeerFault {
+    pub(crate) fn now(kind: impl Into<String>) -> Self {
+        let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        Self { kind: kind.into(), at }
+    }
+}
+
+/// One engine of the fleet.
+#[derive(Debug)]
+pub(crate) struct Peer {
+    pub(crate) id: String,
+    pub(crate) spec: PeerSpec,
+    scheme: Scheme,
+    authority: Authority,
+    prefix: String,
+    replaced_authorization: Option<HeaderValue>,
+    in_flight: AtomicUsize,
+    pub(crate) observed: RwLock<Observed>,
+}
+
+impl Peer {
+    pub(crate) fn new(id: String, spec: PeerSpec) -> Result<Self, PeerSpecError> {
+        let bad_url = || PeerSpecError::Url { url: spec.url.clone() };
+        let uri: Uri = spec.url.parse().map_err(|_| bad_url())?;
+        let scheme = uri.scheme().cloned().ok_or_else(bad_url)?;
+        if scheme != Scheme::HTTP {
+            return Err(PeerSpecError::Scheme { url: spec.url.clone() });
+        }
+        let authority = uri.authority().cloned().ok_or_else(bad_url)?;
+        if authority.host().is_empty() || authority.as_str().contains('@') || uri.query().is_some() {
+            return Err(bad_url());
+        }
+        let replaced_authorization = match spec.authorization {
+            Authorization::Replace => {
+                let token = spec.token.as_deref().filter(|t| !t.is_empty()).ok_or(PeerSpecError::Token)?;
+                let mut value =
+                    HeaderValue::try_from(format!("Bearer {token}")).map_err(|_| PeerSpecError::Token)?;
+                value.set_sensitive(true);
+                Some(value)
+            }
+            Authorization::Forward | Authorization::None => None,
+        };
+        let prefix = uri.path().trim_end_matches('/').to_owned();
+        let observed = Observed { generation: spec.generation, ..Observed::default() };
+        Ok(Self {
+            id,
+            spec,
+            scheme,
+            authority,
+            prefix,
+            replaced_authorization,
+            in_flight: AtomicUsize::new(0),
+            observed: RwLock::new(observed),
+        })
+    }
+
+    /// The absolute URI of `path` (which begins with a slash) on this peer.
+    pub(crate) fn uri(&self, path_and_query: &str) -> Result<Uri, http::Error> {
+        let joined: PathAndQuery = if self.prefix.is_empty() {
+            path_and_query.parse()?
+        } else {
+            format!("{}{path_and_query}", self.prefix).parse()?
+        };
+        Uri::builder()
+            .scheme(self.scheme.clone())
+            .authority(self.authority.clone())
+            .path_and_query(joined)
+            .build()
+    }
+
+    /// Host part of the URL, without brackets.
+    pub(crate) fn host(&self) -> &str {
+        self.authority.host().trim_start_matches('[').trim_end_matches(']')
+    }
+
+    /// Applies the peer's policy to the client's `Authorization`.
+    pub(crate) fn authorize(&self, headers: &mut HeaderMap) {
+        match self.spec.authorization {
+            Authorization::Forward => {}
+            Authorization::None => {
+                headers.remove(AUTHORIZATION);
+            }
+            Authorization::Replace => {
+                if let Some(value) = &self.replaced_authorization {
+                    headers.insert(AUTHORIZATION, value.clone());
+                }
+            }
+        }
+    }
+
+    pub(crate) fn is_ready(&self) -> bool {
+        self.observed.read().state == PeerState::Ready
+    }
+
+    pub(crate) fn generation(&self) -> Option<Generation> {
+        self.observed.read().generation
+    }
+
+    pub(crate) fn serves(&self, model: &str) -> bool {
+        self.observed.read().models.iter().any(|served| served.id == model)
+    }
+
+    pub(crate) fn in_flight(&self) -> usize {
+        self.in_flight.load(Ordering::Relaxed)
+    }
+
+    /// Remembers the engine id that a hand-off of this peer named.
+    pub(crate) fn saw_engine(&self, engine_id: &str) {
+        if self.observed.read().engine_ids.contains(engine_id) {
+            return;
+        }
+        self.observed.write().engine_ids.insert(engine_id.to_owned());
+    }
+
+    /// Records a failure that a request met; a lost connection makes the peer unreachable until
+    /// its next good probe.
+    pub(crate) fn failed(&self, kind: &str, unreachable: bool) {
+        let mut observed = self.observed.write();
+        observed.last_error = Some(PeerFault::now(kind));
+        if unreachable {
+            observed.state = PeerState::Unreachable;
+        }
+    }
+
+    /// Counts one exchange until the guard is dropped.
+    pub(crate) fn enter(self: &Arc<Self>) -> InFlight {
+        self.in_flight.fetch_add(1, Ordering::Relaxed);
+        InFlight { peer: Arc::clone(self) }
+    }
+
+    pub(crate) fn view(&self) -> PeerView {
+        let observed = self.observed.read();
+        PeerView {
+            id: self.id.clone(),
+            role: self.spec.role,
+            url: self.spec.url.clone(),
+            state: observed.state,
+            generation: observed.generation,
+            version: observed.version.clone(),
+            models: observed.models.iter().map(|served| served.id.clone()).collect(),
+            engine_ids: observed.engine_ids.iter().cloned().collect(),
+            in_flight: self.in_flight(),
+            authorization: self.spec.authorization,
+            last_error: observed.last_error.clone(),
+        }
+    }
+}
+
+/// One exchange in flight with a peer; ends when dropped.
+#[derive(Debug)]
+pub(crate) struct InFlight {
+    pub(crate) peer: Arc<Peer>,
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        self.peer.in_flight.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A peer as operators see it.
+#[derive(Clone, Debug, Serialize)]
+pub struct PeerView {
+    /// Stable id, usable in a path.
+    pub id: String,
+    /// Its role.
+    pub role: Role,
+    /// Its base URL.
+    pub url: String,
+    /// Whether it takes requests.
+    pub state: PeerState,
+    /// Connector generation, once known.
+    pub generation: Option<Generation>,
+    /// The version that the engine reports, once known.
+    pub version: Option<String>,
+    /// Ids of the models that it lists.
+    pub models: Vec<String>,
+    /// Engine ids that its hand-offs named.
+    pub engine_ids: Vec<String>,
+    /// Exchanges in flight.
+    pub in_flight: usize,
+    /// What becomes of the client's `Authorization`.
+    pub authorization: Authorization,
+    /// The last failure, if there was one.
+    pub last_error: Option<PeerFault>,
+}

@@ -1,0 +1,200 @@
+//! Watches the peers: one round of probes per interval, all peers at once.
+//! Only a good probe makes a peer ready.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Method, StatusCode};
+use kv_connector::protocol::params::Generation;
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use super::Pool;
+use super::peer::{Peer, PeerFault, PeerState, ServedModel};
+use crate::error::UpstreamFailure;
+use crate::request_id::RequestId;
+use crate::settings::Probe;
+use crate::splice::Spliced;
+use crate::upstream::{Leg, Upstream, own_headers};
+
+/// Largest model list or version that a probe reads, in bytes.
+const PROBE_LIMIT: usize = 4 << 20;
+
+/// Starts the probing task; it ends with `stop`.
+pub(crate) fn watch(
+    pool: Arc<Pool>,
+    upstream: Upstream,
+    settings: Probe,
+    tasks: &TaskTracker,
+    stop: CancellationToken,
+) {
+    let rounds = tasks.clone();
+    tasks.spawn(async move {
+        let mut pause = tokio::time::interval(settings.interval);
+        pause.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => return,
+                _ = pause.tick() => {}
+            }
+            for peer in pool.all() {
+                let (upstream, stop) = (upstream.clone(), stop.clone());
+                rounds.spawn(async move {
+                    tokio::select! {
+                        () = stop.cancelled() => {}
+                        () = probe(&peer, &upstream, settings.timeout) => {}
+                    }
+                });
+            }
+        }
+    });
+}
+
+/// Probes one peer once and records what was seen.
+pub(crate) async fn probe(peer: &Arc<Peer>, upstream: &Upstream, deadline: Duration) {
+    let looked = tokio::time::timeout(deadline, look(peer, upstream)).await;
+    let outcome = looked.unwrap_or(Err(Unwell::Silent));
+    let mut observed = peer.observed.write();
+    let before = observed.state;
+    match outcome {
+        Ok(seen) => {
+            observed.state = PeerState::Ready;
+            observed.models = seen.models;
+            if let Some(version) = seen.version {
+                observed.generation = peer.spec.generation.or_else(|| generation_of(&version));
+                observed.version = Some(version);
+            }
+        }
+        Err(unwell) => {
+            observed.state = PeerState::Unreachable;
+            observed.last_error = Some(PeerFault::now(unwell.to_string()));
+        }
+    }
+    let now = observed.state;
+    drop(observed);
+    if before != now {
+        tracing::info!(peer = %peer.id, role = peer.spec.role.stage().label(), state = ?now, "peer changed state");
+    }
+}
+
+struct Seen {
+    models: Arc<[ServedModel]>,
+    version: Option<String>,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum Unwell {
+    #[error("probe: no answer in time")]
+    Silent,
+    #[error("probe: {}", .0.broken.label())]
+    Broken(UpstreamFailure),
+    #[error("probe: {path} answered {status}")]
+    Status { path: &'static str, status: u16 },
+    #[error("probe: the model list is not one")]
+    Models,
+}
+
+async fn look(peer: &Arc<Peer>, upstream: &Upstream) -> Result<Seen, Unwell> {
+    let (status, _) = get(peer, upstream, "/health").await?;
+    // An engine without the endpoint is alive all the same.
+    if !status.is_success() && status != StatusCode::NOT_FOUND {
+        return Err(Unwell::Status { path: "/health", status: status.as_u16() });
+    }
+    let (status, body) = get(peer, upstream, "/v1/models").await?;
+    if !status.is_success() {
+        return Err(Unwell::Status { path: "/v1/models", status: status.as_u16() });
+    }
+    let models = read_models(&body)?;
+    let version = match get(peer, upstream, "/version").await {
+        Ok((status, body)) if status.is_success() => {
+            serde_json::from_slice::<Version>(&body).ok().map(|answer| answer.version)
+        }
+        Ok(_) | Err(_) => None,
+    };
+    Ok(Seen { models, version })
+}
+
+async fn get(
+    peer: &Arc<Peer>,
+    upstream: &Upstream,
+    path: &'static str,
+) -> Result<(StatusCode, Bytes), Unwell> {
+    let stage = peer.spec.role.stage();
+    let leg = Leg {
+        stage,
+        peer,
+        method: Method::GET,
+        path,
+        headers: own_headers(&RequestId::accept(None)),
+        body: Spliced::from(Bytes::new()),
+    };
+    let response = upstream.send(leg, Duration::MAX).await.map_err(Unwell::Broken)?;
+    let status = response.status();
+    let body = upstream.collect(stage, response.into_body(), PROBE_LIMIT).await.map_err(Unwell::Broken)?;
+    Ok((status, body))
+}
+
+#[derive(Deserialize)]
+struct Version {
+    version: String,
+}
+
+#[derive(Deserialize)]
+struct Models {
+    data: Vec<Box<RawValue>>,
+}
+
+#[derive(Deserialize)]
+struct Model {
+    id: String,
+}
+
+fn read_models(body: &[u8]) -> Result<Arc<[ServedModel]>, Unwell> {
+    let list: Models = serde_json::from_slice(body).map_err(|_| Unwell::Models)?;
+    list.data
+        .into_iter()
+        .map(|entry| {
+            let model: Model = serde_json::from_str(entry.get()).map_err(|_| Unwell::Models)?;
+            Ok(ServedModel { id: model.id, entry })
+        })
+        .collect()
+}
+
+/// The connector generation of a vLLM version. 0.13 speaks version 2; the answer for versions
+/// in between is unknown, and then each hand-off's own shape decides.
+fn generation_of(version: &str) -> Option<Generation> {
+    let mut numbers = version.split(['.', '+', '-']).map(str::parse::<u32>);
+    let (major, minor) = (numbers.next()?.ok()?, numbers.next()?.ok()?);
+    match (major, minor) {
+        (0, ..=13) => Some(Generation::V2),
+        (0, ..32) => None,
+        _ => Some(Generation::V14),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_name_their_generation() {
+        assert_eq!(generation_of("0.13.0"), Some(Generation::V2));
+        assert_eq!(generation_of("0.13.0+cu129"), Some(Generation::V2));
+        assert_eq!(generation_of("0.32.0"), Some(Generation::V14));
+        assert_eq!(generation_of("1.0.0"), Some(Generation::V14));
+        assert_eq!(generation_of("0.20.1"), None);
+        assert_eq!(generation_of("main"), None);
+    }
+
+    #[test]
+    fn model_entries_keep_every_field() {
+        let body = br#"{"object":"list","data":[{"id":"a","x":{"y":1.50}},{"id":"b"}]}"#;
+        let models = read_models(body).unwrap();
+        assert_eq!(models[0].id, "a");
+        assert_eq!(models[0].entry.get(), r#"{"id":"a","x":{"y":1.50}}"#);
+        assert!(read_models(b"{}").is_err());
+    }
+}

@@ -1,0 +1,292 @@
+//! The client's request as bytes, the few fields that matter peeked, and the bodies of the two legs.
+//!
+//! Owns which fields each leg changes. It must never re-serialise, add a field beyond those the hand-off
+//! needs, or judge fields that the engines judge themselves.
+
+mod fields;
+mod injected;
+mod plan;
+
+use bytes::Bytes;
+
+use self::fields::{Field, asks_several_prompts, is_falsish, is_one, lax_bool};
+use self::plan::Plan;
+use crate::json::{JsonFault, JsonFaultKind, Kind, Member, members};
+use crate::splice::Spliced;
+
+pub use self::plan::{MAX_EDITS, pass_through_body};
+
+/// The endpoints whose requests run in two legs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Endpoint {
+    /// `/v1/completions`
+    Completions,
+    /// `/v1/chat/completions`
+    ChatCompletions,
+}
+
+impl Endpoint {
+    /// The path, the same at the router and at the engines.
+    pub fn path(self) -> &'static str {
+        match self {
+            Self::Completions => "/v1/completions",
+            Self::ChatCompletions => "/v1/chat/completions",
+        }
+    }
+
+    /// The name in metrics and logs.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Completions => "completions",
+            Self::ChatCompletions => "chat_completions",
+        }
+    }
+}
+
+/// What to do with a hand-off that a client put into its request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum InjectedHandOff {
+    /// Answer 400.
+    Refuse,
+    /// Take it out and go on.
+    Strip,
+}
+
+/// Why one hand-off cannot serve a request, so that it goes to a decode engine alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BypassReason {
+    /// `n` is not 1.
+    N,
+    /// `best_of` is not 1.
+    BestOf,
+    /// Beam search.
+    BeamSearch,
+    /// More than one prompt.
+    SeveralPrompts,
+    /// Log-probabilities of the prompt, which a decode engine cannot give for pulled blocks.
+    PromptLogprobs,
+}
+
+impl BypassReason {
+    /// The name in metrics and logs.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::N => "n",
+            Self::BestOf => "best_of",
+            Self::BeamSearch => "beam_search",
+            Self::SeveralPrompts => "several_prompts",
+            Self::PromptLogprobs => "prompt_logprobs",
+        }
+    }
+}
+
+/// Why a request is refused before any leg.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BadRequest {
+    /// The body is not UTF-8.
+    #[error("the body is not valid UTF-8 (byte {offset})")]
+    Utf8 {
+        /// Where the first invalid sequence begins.
+        offset: usize,
+    },
+    /// The body is not JSON.
+    #[error("the body is not valid JSON: {kind} (byte {offset})")]
+    Json {
+        /// Where.
+        offset: usize,
+        /// What.
+        kind: JsonFaultKind,
+    },
+    /// The body is JSON but no object.
+    #[error("the body must be a JSON object")]
+    NotAnObject,
+    /// There is no `model`.
+    #[error("the field `model` is required")]
+    MissingModel,
+    /// A field that the router itself reads has an unusable type.
+    #[error("the field `{field}` must be {expected}")]
+    WrongType {
+        /// The field.
+        field: &'static str,
+        /// The type it must have, with its article.
+        expected: &'static str,
+    },
+    /// The client sent a hand-off of its own.
+    #[error("`kv_transfer_params` (in {place}) is set by the router and must not be sent")]
+    InjectedHandOff {
+        /// The top-level field that holds it.
+        place: &'static str,
+    },
+    /// So many repeated fields that rewriting would cost more than the request.
+    #[error("the body repeats rewritten fields more than {limit} times")]
+    TooManyEdits {
+        /// The most edits that one leg may need.
+        limit: usize,
+    },
+}
+
+impl BadRequest {
+    /// The field at fault, for the error body's `param`.
+    pub fn param(&self) -> Option<&'static str> {
+        match self {
+            Self::MissingModel => Some("model"),
+            Self::WrongType { field, .. } => Some(field),
+            Self::InjectedHandOff { .. } => Some("kv_transfer_params"),
+            Self::Utf8 { .. } | Self::Json { .. } | Self::NotAnObject | Self::TooManyEdits { .. } => None,
+        }
+    }
+}
+
+impl From<JsonFault> for BadRequest {
+    fn from(fault: JsonFault) -> Self {
+        match fault.kind {
+            JsonFaultKind::Utf8 => Self::Utf8 { offset: fault.offset },
+            JsonFaultKind::NotAnObject => Self::NotAnObject,
+            kind => Self::Json { offset: fault.offset, kind },
+        }
+    }
+}
+
+/// A client's request, checked as JSON and ready to be rewritten for either leg.
+#[derive(Clone, Debug)]
+pub struct ClientRequest {
+    body: Bytes,
+    model: Box<str>,
+    stream: bool,
+    bypass: Option<BypassReason>,
+    stripped: bool,
+    plan: Plan,
+}
+
+impl ClientRequest {
+    /// Reads a request in one pass over its body.
+    ///
+    /// # Errors
+    /// When the body is not one JSON object, names no model, or holds a hand-off that policy refuses.
+    pub fn parse(endpoint: Endpoint, body: Bytes, on_injected: InjectedHandOff) -> Result<Self, BadRequest> {
+        let mut seen = Seen::default();
+        let mut plan = Plan::new(endpoint);
+        for member in members(&body)? {
+            let member = member?;
+            let field = Field::of(&member);
+            if let Some(field) = field {
+                seen.note(endpoint, field, &member);
+            }
+            plan.note(field, &member)?;
+        }
+        plan.finish()?;
+        if let (Some(place), InjectedHandOff::Refuse) = (plan.injected(), on_injected) {
+            return Err(BadRequest::InjectedHandOff { place });
+        }
+        let (bypass, stripped) = (seen.bypass(), plan.injected().is_some());
+        let model = match seen.model {
+            None => return Err(BadRequest::MissingModel),
+            Some(None) => return Err(BadRequest::WrongType { field: "model", expected: "a string" }),
+            Some(Some(model)) => model,
+        };
+        Ok(Self { model, stream: seen.stream, bypass, stripped, plan, body })
+    }
+
+    /// The endpoint that it was sent to.
+    pub fn endpoint(&self) -> Endpoint {
+        self.plan.endpoint()
+    }
+
+    /// The model, escapes resolved.
+    pub fn model(&self) -> &str {
+        &self.model
+    }
+
+    /// Whether the engines would stream the answer, reading `stream` as leniently as they do.
+    pub fn wants_stream(&self) -> bool {
+        self.stream
+    }
+
+    /// Why the hand-off cannot be shared, if so.
+    pub fn bypass(&self) -> Option<BypassReason> {
+        self.bypass
+    }
+
+    /// Whether a hand-off sent by the client is left out of both legs.
+    pub fn is_stripped(&self) -> bool {
+        self.stripped
+    }
+
+    /// The client's bytes as they came.
+    pub fn body(&self) -> &Bytes {
+        &self.body
+    }
+
+    /// The body for the prefill engine: one token, no stream, nothing that ends it for another reason.
+    ///
+    /// `ignore_eos` is for engines that hand off only what ended by length.
+    pub fn prefill_body(&self, ignore_eos: bool) -> Spliced {
+        self.plan.prefill_body(&self.body, ignore_eos)
+    }
+
+    /// The body that makes a decode engine read `hand_off` (raw JSON) and forget it: one token, no stream.
+    pub fn release_body(&self, hand_off: Bytes) -> Spliced {
+        self.plan.release_body(&self.body, hand_off)
+    }
+
+    /// The body for the decode engine: the client's, with `hand_off` (raw JSON) added if there is one.
+    pub fn decode_body(&self, hand_off: Option<Bytes>) -> Spliced {
+        self.plan.decode_body(&self.body, hand_off)
+    }
+}
+
+/// What the decisions rest on. Of duplicates the last counts, as in the engines' parser, except that one
+/// unshareable occurrence is enough.
+#[derive(Debug, Default)]
+struct Seen {
+    model: Option<Option<Box<str>>>,
+    stream: bool,
+    refused: Option<BypassReason>,
+    prompt: bool,
+    embeds: bool,
+    echo: bool,
+    logprobs: bool,
+}
+
+impl Seen {
+    fn note(&mut self, endpoint: Endpoint, field: Field, member: &Member<'_>) {
+        let given = member.kind() != Kind::Null;
+        let completions = endpoint == Endpoint::Completions;
+        match field {
+            Field::Model => self.model = Some(member.string().map(|model| model.into_owned().into())),
+            Field::Stream => self.stream = lax_bool(member) == Some(true),
+            Field::N if given && !is_one(member) => self.refuse(BypassReason::N),
+            Field::BestOf if given && !is_one(member) => self.refuse(BypassReason::BestOf),
+            Field::UseBeamSearch if !is_falsish(member) => self.refuse(BypassReason::BeamSearch),
+            Field::Prompt if completions && given => {
+                self.prompt = true;
+                if asks_several_prompts(member) {
+                    self.refuse(BypassReason::SeveralPrompts);
+                }
+            }
+            Field::PromptEmbeds if completions && given => {
+                self.embeds = true;
+                if asks_several_prompts(member) {
+                    self.refuse(BypassReason::SeveralPrompts);
+                }
+            }
+            Field::PromptLogprobs if given => self.refuse(BypassReason::PromptLogprobs),
+            // Chat takes prompt log-probabilities from `top_logprobs`, which is never null by default.
+            Field::Echo if !is_falsish(member) && !completions => self.refuse(BypassReason::PromptLogprobs),
+            Field::Echo => self.echo |= !is_falsish(member),
+            Field::Logprobs => self.logprobs |= given,
+            _ => {}
+        }
+    }
+
+    fn refuse(&mut self, reason: BypassReason) {
+        self.refused.get_or_insert(reason);
+    }
+
+    fn bypass(&self) -> Option<BypassReason> {
+        // Embeddings come on top of a prompt, as one prompt more.
+        let several = (self.prompt && self.embeds).then_some(BypassReason::SeveralPrompts);
+        let logprobs = (self.echo && self.logprobs).then_some(BypassReason::PromptLogprobs);
+        self.refused.or(several).or(logprobs)
+    }
+}

@@ -1,0 +1,273 @@
+//! The edits that turn the client's body into the body of each leg.
+
+use bytes::Bytes;
+
+use super::fields::Field;
+use super::injected::cuts_inside;
+use super::{BadRequest, Endpoint, InjectedHandOff};
+use crate::json::{Member, is_blank, members};
+use crate::splice::{Removals, Span, Spliced, Splicer};
+
+/// The most edits that one leg may need; only a body that repeats fields by the hundred needs more.
+pub const MAX_EDITS: usize = 1024;
+
+const HAND_OFF: &str = "kv_transfer_params";
+const HAND_OFF_KEY: &[u8] = br#","kv_transfer_params":"#;
+const PREFILL_HAND_OFF: &[u8] = br#","kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}"#;
+
+/// What takes the place of an edited span.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fill {
+    Nothing,
+    One,
+    False,
+    /// Applied only where EOS must not end the prefill.
+    TrueToIgnoreEos,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Edit {
+    span: Span,
+    fill: Fill,
+}
+
+/// The edits of one leg in the order of the body.
+#[derive(Clone, Debug, Default)]
+struct Leg {
+    edits: Vec<Edit>,
+    removals: Removals,
+}
+
+impl Leg {
+    fn cut(&mut self, spans: impl IntoIterator<Item = Span>) {
+        self.edits.extend(spans.into_iter().map(|span| Edit { span, fill: Fill::Nothing }));
+    }
+
+    fn keep(&mut self, member: &Member<'_>) {
+        let cut = self.removals.keep(member.span());
+        self.cut(cut);
+    }
+
+    fn fill(&mut self, member: &Member<'_>, fill: Fill) {
+        self.keep(member);
+        self.edits.push(Edit { span: member.value().into(), fill });
+    }
+
+    fn remove(&mut self, member: &Member<'_>) {
+        self.removals.remove(member.span());
+    }
+
+    fn finish(&mut self) -> Result<(), BadRequest> {
+        let cut = self.removals.finish();
+        self.cut(cut);
+        self.check()
+    }
+
+    fn applied_to<'a>(&self, body: &'a Bytes, ignore_eos: bool) -> Splicer<'a> {
+        let mut splicer = Splicer::new(body);
+        for edit in &self.edits {
+            let with: &[u8] = match edit.fill {
+                Fill::Nothing => b"",
+                Fill::One => b"1",
+                Fill::False => b"false",
+                Fill::TrueToIgnoreEos if ignore_eos => b"true",
+                Fill::TrueToIgnoreEos => continue,
+            };
+            splicer.replace(edit.span.into(), with);
+        }
+        splicer
+    }
+
+    fn check(&self) -> Result<(), BadRequest> {
+        if self.edits.len() > MAX_EDITS {
+            return Err(BadRequest::TooManyEdits { limit: MAX_EDITS });
+        }
+        Ok(())
+    }
+}
+
+/// Both legs' edits of one body.
+#[derive(Clone, Debug)]
+pub(super) struct Plan {
+    endpoint: Endpoint,
+    prefill: Leg,
+    decode: Leg,
+    /// Where the last member ends, and new ones are added.
+    end: usize,
+    max_tokens: bool,
+    max_completion_tokens: bool,
+    ignore_eos: bool,
+    injected: Option<&'static str>,
+}
+
+impl Plan {
+    pub(super) fn new(endpoint: Endpoint) -> Self {
+        Self {
+            endpoint,
+            prefill: Leg::default(),
+            decode: Leg::default(),
+            end: 0,
+            max_tokens: false,
+            max_completion_tokens: false,
+            ignore_eos: false,
+            injected: None,
+        }
+    }
+
+    /// Plans for the next member of the body; `field` is none where the router doesn't know it.
+    pub(super) fn note(&mut self, field: Option<Field>, member: &Member<'_>) -> Result<(), BadRequest> {
+        self.end = member.value().end;
+        match field {
+            Some(Field::HandOff) => {
+                if !is_blank(member.kind(), member.raw_value()) {
+                    self.injected.get_or_insert(HAND_OFF);
+                }
+                self.prefill.remove(member);
+                self.decode.remove(member);
+                return Ok(());
+            }
+            Some(Field::Extra(place)) => return self.note_extra(place, member),
+            _ => self.decode.keep(member),
+        }
+        match field {
+            Some(Field::Stream) => self.prefill.fill(member, Fill::False),
+            Some(Field::MaxTokens) => {
+                self.max_tokens = true;
+                self.prefill.fill(member, Fill::One);
+            }
+            Some(Field::MaxCompletionTokens) => {
+                self.max_completion_tokens = true;
+                self.prefill.fill(member, Fill::One);
+            }
+            Some(Field::MaxOutputTokens) => self.prefill.fill(member, Fill::One),
+            Some(Field::IgnoreEos) => {
+                self.ignore_eos = true;
+                self.prefill.fill(member, Fill::TrueToIgnoreEos);
+            }
+            Some(
+                Field::StreamOptions
+                | Field::MinTokens
+                | Field::MinCompletionTokens
+                | Field::Stop
+                | Field::StopTokenIds,
+            ) => self.prefill.remove(member),
+            _ => self.prefill.keep(member),
+        }
+        self.prefill.check()
+    }
+
+    fn note_extra(&mut self, place: &'static str, member: &Member<'_>) -> Result<(), BadRequest> {
+        self.prefill.keep(member);
+        self.decode.keep(member);
+        let cuts = cuts_inside(member)?;
+        if !cuts.is_empty() {
+            self.injected.get_or_insert(place);
+            self.prefill.cut(cuts.iter().copied());
+            self.decode.cut(cuts);
+        }
+        self.prefill.check()
+    }
+
+    /// The body has no more members.
+    pub(super) fn finish(&mut self) -> Result<(), BadRequest> {
+        self.prefill.finish()?;
+        self.decode.finish()
+    }
+
+    /// The top-level field in which the client sent a hand-off of its own.
+    pub(super) fn injected(&self) -> Option<&'static str> {
+        self.injected
+    }
+
+    pub(super) fn endpoint(&self) -> Endpoint {
+        self.endpoint
+    }
+
+    pub(super) fn prefill_body(&self, body: &Bytes, ignore_eos: bool) -> Spliced {
+        let mut splicer = self.one_token(body, ignore_eos);
+        splicer.insert_static(self.end, PREFILL_HAND_OFF);
+        splicer.finish()
+    }
+
+    pub(super) fn release_body(&self, body: &Bytes, hand_off: Bytes) -> Spliced {
+        let mut splicer = self.one_token(body, false);
+        splicer.insert_static(self.end, HAND_OFF_KEY);
+        splicer.insert(self.end, hand_off);
+        splicer.finish()
+    }
+
+    pub(super) fn decode_body(&self, body: &Bytes, hand_off: Option<Bytes>) -> Spliced {
+        if self.decode.edits.is_empty() && hand_off.is_none() {
+            return Spliced::from(body.clone());
+        }
+        let mut splicer = self.decode.applied_to(body, false);
+        if let Some(hand_off) = hand_off {
+            splicer.insert_static(self.end, HAND_OFF_KEY);
+            splicer.insert(self.end, hand_off);
+        }
+        splicer.finish()
+    }
+
+    fn one_token<'a>(&self, body: &'a Bytes, ignore_eos: bool) -> Splicer<'a> {
+        let mut splicer = self.prefill.applied_to(body, ignore_eos);
+        let limited = match self.endpoint {
+            // This endpoint's engines know no other spelling.
+            Endpoint::Completions => self.max_tokens,
+            Endpoint::ChatCompletions => self.max_tokens || self.max_completion_tokens,
+        };
+        if !limited {
+            splicer.insert_static(self.end, br#","max_tokens":1"#);
+        }
+        if ignore_eos && !self.ignore_eos {
+            splicer.insert_static(self.end, br#","ignore_eos":true"#);
+        }
+        splicer
+    }
+}
+
+/// The body for an endpoint without a prefill leg: the client's, less a hand-off of its own.
+///
+/// A body that no engine could read as a JSON object passes unchanged.
+///
+/// # Errors
+/// When policy refuses a hand-off that the body holds, or when an engine might read the body although it
+/// is not strict JSON, so that nobody can tell what it holds.
+pub fn pass_through_body(body: Bytes, on_injected: InjectedHandOff) -> Result<Spliced, BadRequest> {
+    if !may_be_an_object(&body) {
+        return Ok(Spliced::from(body));
+    }
+    let mut leg = Leg::default();
+    let mut injected = None;
+    for member in members(&body)? {
+        let member = member?;
+        match Field::of(&member) {
+            Some(Field::HandOff) if !is_blank(member.kind(), member.raw_value()) => {
+                injected.get_or_insert(HAND_OFF);
+                leg.remove(&member);
+            }
+            Some(Field::Extra(place)) => {
+                leg.keep(&member);
+                let cuts = cuts_inside(&member)?;
+                if !cuts.is_empty() {
+                    injected.get_or_insert(place);
+                    leg.cut(cuts);
+                }
+            }
+            _ => leg.keep(&member),
+        }
+        leg.check()?;
+    }
+    leg.finish()?;
+    match (injected, on_injected) {
+        (None, _) => Ok(Spliced::from(body)),
+        (Some(place), InjectedHandOff::Refuse) => Err(BadRequest::InjectedHandOff { place }),
+        (Some(_), InjectedHandOff::Strip) => Ok(leg.applied_to(&body, false).finish()),
+    }
+}
+
+/// Whether some engine's JSON parser may find an object here; Python's also knows UTF-16, UTF-32 and a
+/// byte order mark.
+fn may_be_an_object(body: &[u8]) -> bool {
+    let start = body.trim_ascii_start();
+    matches!(start, [b'{' | 0, ..] | [0xEF, 0xBB, 0xBF, ..] | [0xFF, 0xFE, ..] | [0xFE, 0xFF, ..])
+}

@@ -1,0 +1,161 @@
+//! The part of the settings tree that the core reads; the program embeds it whole.
+//! Owns the defaults of these values; reads no file and no environment.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// What the core needs to know to serve requests.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Settings {
+    /// Deadlines of the exchanges with engines.
+    pub timeouts: Timeouts,
+    /// How engines' health is watched.
+    pub probe: Probe,
+    /// What happens around the hand-off.
+    pub hand_off: HandOffPolicy,
+    /// Bounds on memory.
+    pub limits: Limits,
+}
+
+/// Deadlines; each one ends in its own kind of failure.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Timeouts {
+    /// TCP connect to an engine.
+    #[serde(with = "humantime_serde")]
+    pub connect: Duration,
+    /// Whole answer of a prefill leg, from sending to the last byte.
+    #[serde(with = "humantime_serde")]
+    pub prefill: Duration,
+    /// From sending the decode leg to its response head.
+    #[serde(with = "humantime_serde")]
+    pub decode_head: Duration,
+    /// Longest silence inside an answer that has begun.
+    #[serde(with = "humantime_serde")]
+    pub idle: Duration,
+    /// Whole release dispatch for a hand-off that no decode engine took.
+    #[serde(with = "humantime_serde")]
+    pub release: Duration,
+    /// Longest silence of a client that is sending its request body.
+    #[serde(with = "humantime_serde")]
+    pub client_body: Duration,
+    /// How long an unused kept connection to an engine stays open. Below 5 s, since vLLM's HTTP
+    /// server closes at 5 s and a request sent into that close is lost.
+    #[serde(with = "humantime_serde")]
+    pub pool_idle: Duration,
+}
+
+impl Default for Timeouts {
+    fn default() -> Self {
+        Self {
+            connect: Duration::from_secs(2),
+            prefill: Duration::from_secs(300),
+            decode_head: Duration::from_secs(600),
+            idle: Duration::from_secs(300),
+            release: Duration::from_secs(5),
+            client_body: Duration::from_secs(30),
+            pool_idle: Duration::from_secs(4),
+        }
+    }
+}
+
+/// Health probing: `GET /health`, `/v1/models` and, once, `/version` of each peer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Probe {
+    /// Pause between two rounds.
+    #[serde(with = "humantime_serde")]
+    pub interval: Duration,
+    /// Deadline of one probe.
+    #[serde(with = "humantime_serde")]
+    pub timeout: Duration,
+}
+
+impl Default for Probe {
+    fn default() -> Self {
+        Self { interval: Duration::from_secs(2), timeout: Duration::from_secs(2) }
+    }
+}
+
+/// Policies around the hand-off.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct HandOffPolicy {
+    /// What to do when a prefill engine answers without a usable hand-off.
+    pub on_missing: OnMissing,
+    /// What to do with a hand-off that a client sends.
+    pub client_injected: ClientInjected,
+    /// Lease of a prefill engine of vLLM's current generation, as configured there.
+    #[serde(with = "humantime_serde")]
+    pub lease: Duration,
+    /// Lease of a prefill engine that speaks connector version 2.
+    #[serde(with = "humantime_serde")]
+    pub lease_v2: Duration,
+    /// How much of the lease must be left when the decode leg is sent: a read after the end of the
+    /// lease silently fetches other requests' KV.
+    #[serde(with = "humantime_serde")]
+    pub lease_margin: Duration,
+}
+
+impl Default for HandOffPolicy {
+    fn default() -> Self {
+        Self {
+            on_missing: OnMissing::DecodeOnly,
+            client_injected: ClientInjected::Refuse,
+            lease: Duration::from_secs(30),
+            lease_v2: Duration::from_secs(480),
+            lease_margin: Duration::from_secs(5),
+        }
+    }
+}
+
+/// What follows when no usable hand-off came back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnMissing {
+    /// Answer 502.
+    Fail,
+    /// Let the decode engine compute the prompt itself, with a warning.
+    DecodeOnly,
+}
+
+/// What follows when a client's body carries a hand-off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ClientInjected {
+    /// Answer 400.
+    Refuse,
+    /// Drop it and go on.
+    Strip,
+}
+
+/// Bounds on memory.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Limits {
+    /// Largest request body, in bytes.
+    pub body_bytes: usize,
+    /// Largest answer that is held whole (prefill answers, non-streamed decode answers), in bytes.
+    pub answer_bytes: usize,
+    /// Largest handshake payload that the registry takes, in bytes.
+    pub payload_bytes: usize,
+    /// Most engines that the registry keeps.
+    pub registry_engines: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { body_bytes: 64 << 20, answer_bytes: 64 << 20, payload_bytes: 4 << 20, registry_engines: 4096 }
+    }
+}
+
+impl From<ClientInjected> for crate::request::InjectedHandOff {
+    fn from(policy: ClientInjected) -> Self {
+        match policy {
+            ClientInjected::Refuse => Self::Refuse,
+            ClientInjected::Strip => Self::Strip,
+        }
+    }
+}

@@ -1,0 +1,286 @@
+//! The only client that carries requests to engines: header policy, deadlines, and what broke
+//! where. Decides nothing about retries and never logs a body.
+
+use std::error::Error as _;
+use std::future::Future;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use http::header::{self, HeaderMap, HeaderName, HeaderValue};
+use http::{Method, Request, Response};
+use http_body::Body as _;
+use http_body_util::BodyExt as _;
+use hyper::body::Incoming;
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::{HttpConnector, HttpInfo};
+use hyper_util::rt::TokioTimer;
+use tokio::time::timeout;
+use tokio_util::task::TaskTracker;
+
+use crate::error::{Broken, Progress, Stage, UpstreamFailure};
+use crate::pool::peer::Peer;
+use crate::request_id::{RequestId, X_REQUEST_ID};
+use crate::settings::Timeouts;
+use crate::splice::Spliced;
+
+/// Headers that concern one connection only (RFC 9110, 7.6.1), or that the client library sets.
+const HOP_BY_HOP: [HeaderName; 8] = [
+    header::CONNECTION,
+    HeaderName::from_static("keep-alive"),
+    header::PROXY_AUTHENTICATE,
+    header::PROXY_AUTHORIZATION,
+    header::TE,
+    header::TRAILER,
+    header::TRANSFER_ENCODING,
+    header::UPGRADE,
+];
+
+/// Request headers that are made anew for each leg. Compression is not asked of engines, because
+/// their JSON answers are read.
+const REMADE: [HeaderName; 4] =
+    [header::HOST, header::CONTENT_LENGTH, header::EXPECT, header::ACCEPT_ENCODING];
+
+/// The data-path client.
+#[derive(Clone, Debug)]
+pub(crate) struct Upstream {
+    client: Client<HttpConnector, Spliced>,
+    idle: Duration,
+}
+
+/// One request to one engine.
+pub(crate) struct Leg<'a> {
+    pub(crate) stage: Stage,
+    pub(crate) peer: &'a Peer,
+    pub(crate) method: Method,
+    pub(crate) path: &'a str,
+    pub(crate) headers: HeaderMap,
+    pub(crate) body: Spliced,
+}
+
+/// Where an answer came from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Route {
+    pub(crate) same_host: bool,
+}
+
+/// Runs the client's connections as tracked tasks.
+#[derive(Clone, Debug)]
+struct Tracked(TaskTracker);
+
+impl<F> hyper::rt::Executor<F> for Tracked
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    fn execute(&self, future: F) {
+        self.0.spawn(future);
+    }
+}
+
+impl Upstream {
+    pub(crate) fn new(timeouts: &Timeouts, tasks: TaskTracker) -> Self {
+        let mut connector = HttpConnector::new();
+        connector.set_nodelay(true);
+        connector.set_connect_timeout(Some(timeouts.connect));
+        let client = Client::builder(Tracked(tasks))
+            .pool_timer(TokioTimer::new())
+            .timer(TokioTimer::new())
+            .pool_idle_timeout(timeouts.pool_idle)
+            .build(connector);
+        Self { client, idle: timeouts.idle }
+    }
+
+    /// Sends a request and waits for the response head, at most `head` long. Dropping the future
+    /// closes the connection, which an engine takes as an abort.
+    ///
+    /// # Errors
+    /// What broke, and whether the engine may have seen the request.
+    pub(crate) async fn send(
+        &self,
+        leg: Leg<'_>,
+        head: Duration,
+    ) -> Result<Response<Incoming>, UpstreamFailure> {
+        let stage = leg.stage;
+        let failure = |broken, progress| UpstreamFailure { stage, broken, progress };
+        let uri = leg.peer.uri(leg.path).map_err(|_| failure(Broken::Protocol, Progress::NotSent))?;
+        let mut request = Request::new(leg.body);
+        *request.method_mut() = leg.method;
+        *request.uri_mut() = uri;
+        *request.headers_mut() = leg.headers;
+        leg.peer.authorize(request.headers_mut());
+        match timeout(head, self.client.request(request)).await {
+            Ok(Ok(response)) => Ok(response),
+            Ok(Err(error)) => {
+                tracing::debug!(peer = %leg.peer.id, error = %error, source = ?error.source(), "exchange failed");
+                Err(classify(stage, &error))
+            }
+            Err(_) => Err(failure(Broken::Timeout, Progress::Sent)),
+        }
+    }
+
+    /// Reads a whole answer of at most `limit` bytes, allowing each pause to last the idle deadline.
+    ///
+    /// # Errors
+    /// The answer broke off, stalled, or is too large.
+    pub(crate) async fn collect(
+        &self,
+        stage: Stage,
+        mut body: Incoming,
+        limit: usize,
+    ) -> Result<Bytes, UpstreamFailure> {
+        let failure = |broken| UpstreamFailure { stage, broken, progress: Progress::Answering };
+        let announced = usize::try_from(body.size_hint().lower()).unwrap_or(usize::MAX);
+        if announced > limit {
+            return Err(failure(Broken::TooLarge));
+        }
+        let mut first = Bytes::new();
+        let mut whole = BytesMut::new();
+        loop {
+            let frame = timeout(self.idle, body.frame()).await.map_err(|_| failure(Broken::Timeout))?;
+            let Some(frame) = frame else { break };
+            let frame = frame.map_err(|error| failure(body_broken(&error)))?;
+            let Ok(data) = frame.into_data() else { continue };
+            if first.len() + whole.len() + data.len() > limit {
+                return Err(failure(Broken::TooLarge));
+            }
+            if first.is_empty() && whole.is_empty() {
+                first = data;
+                continue;
+            }
+            if whole.is_empty() {
+                whole.reserve(announced.max(first.len() + data.len()));
+                whole.extend_from_slice(&std::mem::take(&mut first));
+            }
+            whole.extend_from_slice(&data);
+        }
+        Ok(if whole.is_empty() { first } else { whole.freeze() })
+    }
+
+    pub(crate) const fn idle(&self) -> Duration {
+        self.idle
+    }
+}
+
+/// What an error while reading a body means.
+pub(crate) fn body_broken(error: &hyper::Error) -> Broken {
+    if error.is_parse() { Broken::Protocol } else { Broken::Reset }
+}
+
+fn classify(stage: Stage, error: &hyper_util::client::legacy::Error) -> UpstreamFailure {
+    if error.is_connect() {
+        return UpstreamFailure { stage, broken: Broken::Connect, progress: Progress::NotSent };
+    }
+    let mut source = error.source();
+    while let Some(cause) = source {
+        if let Some(cause) = cause.downcast_ref::<hyper::Error>() {
+            let broken = if cause.is_parse() { Broken::Protocol } else { Broken::Reset };
+            let progress = if cause.is_canceled() { Progress::NotSent } else { Progress::Sent };
+            return UpstreamFailure { stage, broken, progress };
+        }
+        source = cause.source();
+    }
+    UpstreamFailure { stage, broken: Broken::Reset, progress: Progress::Sent }
+}
+
+/// Whether an engine runs on this host, by the two ends of the connection that its answer came on.
+pub(crate) fn route<B>(response: &Response<B>) -> Route {
+    let same_host = response
+        .extensions()
+        .get::<HttpInfo>()
+        .is_some_and(|info| is_same_host(info.remote_addr(), info.local_addr()));
+    Route { same_host }
+}
+
+fn is_same_host(remote: SocketAddr, local: SocketAddr) -> bool {
+    let remote = remote.ip().to_canonical();
+    remote.is_loopback() || remote == local.ip().to_canonical()
+}
+
+/// The client's headers as an engine gets them: without those of the connection, with exactly one
+/// request id.
+pub(crate) fn request_headers(client: &HeaderMap, request_id: &RequestId) -> HeaderMap {
+    let mut headers = client.clone();
+    strip_connection(&mut headers);
+    for name in &REMADE {
+        headers.remove(name);
+    }
+    headers.insert(X_REQUEST_ID, request_id.header_value());
+    headers
+}
+
+/// An engine's response headers as the client gets them. The length is remade from the body, and
+/// the request id is the router's to set.
+pub(crate) fn response_headers(headers: &mut HeaderMap) {
+    strip_connection(headers);
+    headers.remove(header::CONTENT_LENGTH);
+    headers.remove(X_REQUEST_ID);
+}
+
+fn strip_connection(headers: &mut HeaderMap) {
+    let named: Vec<HeaderName> = headers
+        .get_all(header::CONNECTION)
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|value| value.split(','))
+        .filter_map(|name| name.trim().parse().ok())
+        .collect();
+    for name in named.iter().chain(&HOP_BY_HOP) {
+        headers.remove(name);
+    }
+}
+
+/// Headers for requests of the router's own.
+pub(crate) fn own_headers(request_id: &RequestId) -> HeaderMap {
+    let mut headers = HeaderMap::new();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    headers.insert(X_REQUEST_ID, request_id.header_value());
+    headers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(pairs: &[(&str, &str)]) -> HeaderMap {
+        pairs
+            .iter()
+            .map(|(name, value)| (name.parse::<HeaderName>().unwrap(), value.parse::<HeaderValue>().unwrap()))
+            .collect()
+    }
+
+    #[test]
+    fn connection_headers_stay_on_their_connection() {
+        let client = headers(&[
+            ("connection", "close, X-Private"),
+            ("x-private", "1"),
+            ("te", "trailers"),
+            ("host", "router"),
+            ("content-length", "7"),
+            ("accept-encoding", "gzip"),
+            ("expect", "100-continue"),
+            ("authorization", "Bearer a"),
+            ("traceparent", "00-1-2-01"),
+        ]);
+        let sent = request_headers(&client, &RequestId::accept(None));
+        let mut names: Vec<&str> = sent.keys().map(HeaderName::as_str).collect();
+        names.sort_unstable();
+        assert_eq!(names, ["authorization", "traceparent", "x-request-id"]);
+    }
+
+    #[test]
+    fn two_request_id_lines_become_one() {
+        let client = headers(&[("x-request-id", "a"), ("x-request-id", "b")]);
+        let id = RequestId::accept(client.get(X_REQUEST_ID));
+        let sent = request_headers(&client, &id);
+        let lines: Vec<_> = sent.get_all(X_REQUEST_ID).iter().collect();
+        assert_eq!(lines, ["a"]);
+    }
+
+    #[test]
+    fn an_engine_is_local_when_both_ends_are() {
+        let local: SocketAddr = "10.0.0.1:40000".parse().unwrap();
+        assert!(is_same_host("127.0.0.1:80".parse().unwrap(), "127.0.0.1:1".parse().unwrap()));
+        assert!(is_same_host("10.0.0.1:80".parse().unwrap(), local));
+        assert!(!is_same_host("10.0.0.2:80".parse().unwrap(), local));
+    }
+}

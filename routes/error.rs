@@ -1,0 +1,296 @@
+//! The one place where errors become HTTP: status, OpenAI's error body, `Retry-After`.
+//! Owns what the surface itself refuses; knows the core's errors and how clients see them.
+//! Must never show an engine's address, nor turn an error into a response anywhere else.
+
+use axum::Json;
+use axum::response::{IntoResponse, Response};
+use http::StatusCode;
+use http::header::{HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
+use kvbaton_proxy::{
+    BadRequest, Broken, HandOffRefusal, PeerSpecError, ProxyError, RegistryError, Stage, UpstreamFailure,
+};
+use serde::Serialize;
+
+use crate::access::NotLocal;
+
+/// Seconds after which a fleet without a ready engine is worth another try: about one probe.
+const RETRY_SECONDS: HeaderValue = HeaderValue::from_static("1");
+
+/// Why a request got an error from the router.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum RouteError {
+    #[error("there is no such endpoint")]
+    UnknownPath,
+    #[error("this endpoint does not answer to that method; see the Allow header")]
+    MethodNotAllowed,
+    #[error("the body is larger than {limit} bytes")]
+    BodyTooLarge { limit: usize },
+    #[error("the body did not arrive in time")]
+    BodyTimeout,
+    #[error("the body ended early")]
+    BodyIncomplete,
+    #[error("the body must be plain, without a content encoding")]
+    ContentEncoding,
+    #[error("the content type must be {expected}")]
+    ContentType { expected: &'static str },
+    #[error(transparent)]
+    Json(#[from] JsonFault),
+    #[error("a path segment is not valid UTF-8")]
+    PathNotUtf8,
+    #[error("`{name}` in the path must be a number from 0 to 4294967295")]
+    RankInvalid { name: &'static str },
+    #[error("the model `{id}` is not served by any ready engine")]
+    UnknownModel { id: String },
+    #[error("there is no peer `{id}`")]
+    UnknownPeer { id: String },
+    #[error("the engine `{engine_id}` is not registered")]
+    UnknownEngine { engine_id: String },
+    #[error("rank {pp_rank}/{tp_rank} of the engine `{engine_id}` is not registered")]
+    UnknownRank { engine_id: String, pp_rank: u32, tp_rank: u32 },
+    #[error("only clients on this host may use this endpoint unless an admin token is set: {0}")]
+    NotLocal(NotLocal),
+    #[error("this endpoint needs the admin token as `Authorization: Bearer <token>`")]
+    TokenMissing,
+    #[error("the admin token is wrong")]
+    TokenWrong,
+    #[error(transparent)]
+    Proxy(#[from] ProxyError),
+    #[error(transparent)]
+    Registry(#[from] RegistryError),
+    #[error(transparent)]
+    PeerSpec(#[from] PeerSpecError),
+    /// Something that this crate holds impossible; the place of birth logs what it saw.
+    #[error("internal error")]
+    Unexpected,
+}
+
+/// Where and why a JSON body does not fit.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the body cannot be used: {what}")]
+pub(crate) struct JsonFault {
+    /// The member at fault, when the text itself is JSON.
+    pub(crate) path: Option<String>,
+    /// From 1.
+    pub(crate) line: usize,
+    /// From 1.
+    pub(crate) column: usize,
+    /// What is wrong, with the position and, where there is one, the name of the member.
+    pub(crate) what: String,
+}
+
+impl JsonFault {
+    pub(crate) fn new(path: Option<String>, error: &serde_json::Error) -> Self {
+        let path = path.filter(|path| error.is_data() && path != "." && path != "?");
+        Self { path, line: error.line(), column: error.column(), what: error.to_string() }
+    }
+}
+
+/// OpenAI's classes of errors, as far as this surface needs them.
+#[derive(Clone, Copy, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Class {
+    InvalidRequestError,
+    AuthenticationError,
+    PermissionError,
+    NotFoundError,
+    UnavailableError,
+    UpstreamError,
+    ServerError,
+}
+
+/// OpenAI's error body.
+#[derive(Serialize)]
+struct ErrorBody {
+    error: ErrorObject,
+}
+
+#[derive(Serialize)]
+struct ErrorObject {
+    message: String,
+    #[serde(rename = "type")]
+    class: Class,
+    param: Option<String>,
+    code: &'static str,
+}
+
+/// How one error looks from outside.
+struct Face {
+    status: StatusCode,
+    class: Class,
+    code: &'static str,
+    param: Option<String>,
+    /// Replaces the error's own text where that one is for the log.
+    message: Option<String>,
+    retry: bool,
+}
+
+impl Face {
+    fn new(status: StatusCode, class: Class, code: &'static str) -> Self {
+        Self { status, class, code, param: None, message: None, retry: false }
+    }
+
+    fn invalid(code: &'static str) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, Class::InvalidRequestError, code)
+    }
+
+    fn absent(code: &'static str) -> Self {
+        Self::new(StatusCode::NOT_FOUND, Class::NotFoundError, code)
+    }
+
+    fn upstream(status: StatusCode, code: &'static str, message: String) -> Self {
+        Self { message: Some(message), ..Self::new(status, Class::UpstreamError, code) }
+    }
+
+    fn param(mut self, param: impl Into<String>) -> Self {
+        self.param = Some(param.into());
+        self
+    }
+
+    fn retry(mut self) -> Self {
+        self.retry = true;
+        self
+    }
+}
+
+impl RouteError {
+    fn face(&self) -> Face {
+        use Class::{AuthenticationError, InvalidRequestError, PermissionError, ServerError};
+        match self {
+            Self::UnknownPath => Face::absent("unknown_endpoint"),
+            Self::MethodNotAllowed => {
+                Face::new(StatusCode::METHOD_NOT_ALLOWED, InvalidRequestError, "method_not_allowed")
+            }
+            Self::BodyTooLarge { .. } => {
+                Face::new(StatusCode::PAYLOAD_TOO_LARGE, InvalidRequestError, "body_too_large")
+            }
+            Self::BodyTimeout => Face::new(StatusCode::REQUEST_TIMEOUT, InvalidRequestError, "body_timeout"),
+            Self::BodyIncomplete => Face::invalid("body_incomplete"),
+            Self::ContentEncoding => {
+                let status = StatusCode::UNSUPPORTED_MEDIA_TYPE;
+                Face::new(status, InvalidRequestError, "unsupported_content_encoding")
+            }
+            Self::ContentType { .. } => {
+                let status = StatusCode::UNSUPPORTED_MEDIA_TYPE;
+                Face::new(status, InvalidRequestError, "unsupported_content_type")
+            }
+            Self::Json(fault) => Face { param: fault.path.clone(), ..Face::invalid("invalid_json") },
+            Self::PathNotUtf8 => Face::invalid("invalid_path"),
+            Self::RankInvalid { name } => Face::invalid("invalid_rank").param(*name),
+            Self::UnknownModel { .. } => Face::absent("model_not_found").param("model"),
+            Self::UnknownPeer { .. } => Face::absent("unknown_peer").param("id"),
+            Self::UnknownEngine { .. } => Face::absent("unknown_engine").param("engine_id"),
+            Self::UnknownRank { .. } => Face::absent("unknown_rank"),
+            Self::NotLocal(_) => Face::new(StatusCode::FORBIDDEN, PermissionError, "not_local"),
+            Self::TokenMissing => Face::new(StatusCode::UNAUTHORIZED, AuthenticationError, "token_required"),
+            Self::TokenWrong => Face::new(StatusCode::UNAUTHORIZED, AuthenticationError, "token_wrong"),
+            Self::Proxy(error) => proxy_face(error),
+            Self::Registry(error) => registry_face(error),
+            Self::PeerSpec(error) => peer_spec_face(error),
+            Self::Unexpected => Face::new(StatusCode::INTERNAL_SERVER_ERROR, ServerError, "internal_error"),
+        }
+    }
+}
+
+fn proxy_face(error: &ProxyError) -> Face {
+    match error {
+        ProxyError::BadRequest(bad) => bad_request_face(bad),
+        ProxyError::NoPeer(stage) => {
+            let code = match stage {
+                Stage::Prefill => "no_prefill",
+                Stage::Decode => "no_decode",
+            };
+            Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::UnavailableError, code).retry()
+        }
+        ProxyError::Upstream(failure) => upstream_face(failure),
+        ProxyError::PrefillFailed(status) => {
+            let message = format!("the prefill engine failed with status {status}");
+            Face::upstream(StatusCode::BAD_GATEWAY, "prefill_failed", message)
+        }
+        ProxyError::HandOff(refusal) => {
+            let (code, what) = match refusal {
+                HandOffRefusal::Missing => ("no_hand_off", "no KV hand-off"),
+                HandOffRefusal::Expiring => ("hand_off_expired", "a KV hand-off whose lease is about to end"),
+                _ => ("bad_hand_off", "an unusable KV hand-off"),
+            };
+            Face::upstream(StatusCode::BAD_GATEWAY, code, format!("the prefill engine returned {what}"))
+        }
+    }
+}
+
+fn bad_request_face(bad: &BadRequest) -> Face {
+    let code = match bad {
+        BadRequest::Utf8 { .. } => "invalid_utf8",
+        BadRequest::Json { .. } | BadRequest::NotAnObject => "invalid_json",
+        BadRequest::MissingModel => "model_required",
+        BadRequest::WrongType { .. } => "invalid_type",
+        BadRequest::InjectedHandOff { .. } => "kv_transfer_params_not_allowed",
+        BadRequest::TooManyEdits { .. } => "too_many_repeated_fields",
+    };
+    Face { param: bad.param().map(str::to_owned), ..Face::invalid(code) }
+}
+
+fn upstream_face(failure: &UpstreamFailure) -> Face {
+    let (status, code, what) = match failure.broken {
+        Broken::Connect => (StatusCode::BAD_GATEWAY, "upstream_connect", "could not be reached"),
+        Broken::Reset => (StatusCode::BAD_GATEWAY, "upstream_reset", "ended the connection early"),
+        Broken::Timeout => (StatusCode::GATEWAY_TIMEOUT, "upstream_timeout", "did not answer in time"),
+        Broken::Protocol => (StatusCode::BAD_GATEWAY, "upstream_protocol", "did not answer in HTTP"),
+        Broken::TooLarge => (StatusCode::BAD_GATEWAY, "upstream_too_large", "answered more than can be held"),
+    };
+    Face::upstream(status, code, format!("the {} engine {what}", failure.stage.label()))
+}
+
+fn registry_face(error: &RegistryError) -> Face {
+    use Class::InvalidRequestError;
+    match error {
+        RegistryError::Malformed { .. } => Face::invalid("malformed_payload"),
+        RegistryError::EngineMismatch { .. } => {
+            Face::new(StatusCode::CONFLICT, InvalidRequestError, "engine_id_mismatch").param("engine_id")
+        }
+        RegistryError::TooLarge { .. } => {
+            Face::new(StatusCode::PAYLOAD_TOO_LARGE, InvalidRequestError, "body_too_large")
+        }
+        RegistryError::Full => {
+            Face::new(StatusCode::INSUFFICIENT_STORAGE, Class::UnavailableError, "registry_full")
+        }
+    }
+}
+
+fn peer_spec_face(error: &PeerSpecError) -> Face {
+    match error {
+        PeerSpecError::Url { .. } | PeerSpecError::Scheme { .. } => {
+            Face::invalid("invalid_peer").param("url")
+        }
+        PeerSpecError::Token => Face::invalid("invalid_peer").param("token"),
+        PeerSpecError::Name { .. } => Face::invalid("invalid_peer").param("name"),
+        PeerSpecError::Exists { .. } => {
+            Face::new(StatusCode::CONFLICT, Class::InvalidRequestError, "peer_exists")
+        }
+    }
+}
+
+impl IntoResponse for RouteError {
+    fn into_response(self) -> Response {
+        let face = self.face();
+        let status = face.status;
+        if status.is_server_error() {
+            tracing::warn!(status = status.as_u16(), code = face.code, error = %self, "request failed");
+        } else {
+            tracing::debug!(status = status.as_u16(), code = face.code, "request refused");
+        }
+        let error = ErrorObject {
+            message: face.message.unwrap_or_else(|| self.to_string()),
+            class: face.class,
+            param: face.param,
+            code: face.code,
+        };
+        let mut response = (status, Json(ErrorBody { error })).into_response();
+        if face.retry {
+            response.headers_mut().insert(RETRY_AFTER, RETRY_SECONDS);
+        }
+        if status == StatusCode::UNAUTHORIZED {
+            response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        response
+    }
+}

@@ -1,0 +1,39 @@
+//! Liveness, readiness and metrics.
+//! Must never wait for an engine.
+
+use axum::Json;
+use axum::extract::State as Shared;
+use axum::response::{IntoResponse, Response};
+use http::StatusCode;
+use http::header::CONTENT_TYPE;
+use kvbaton_proxy::{METRICS_CONTENT_TYPE, Proxy, Readiness};
+use serde::Serialize;
+
+/// The process answers.
+#[derive(Serialize)]
+pub(crate) struct Alive {
+    status: &'static str,
+}
+
+/// Whether the fleet can serve, with the counts that say why not.
+#[derive(Serialize)]
+pub(crate) struct Ready {
+    ready: bool,
+    #[serde(flatten)]
+    counts: Readiness,
+}
+
+pub(crate) async fn live() -> Json<Alive> {
+    Json(Alive { status: "ok" })
+}
+
+pub(crate) async fn ready(Shared(proxy): Shared<Proxy>) -> (StatusCode, Json<Ready>) {
+    let counts = proxy.readiness();
+    let ready = counts.is_ready();
+    let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    (status, Json(Ready { ready, counts }))
+}
+
+pub(crate) async fn metrics(Shared(proxy): Shared<Proxy>) -> Response {
+    ([(CONTENT_TYPE, METRICS_CONTENT_TYPE)], proxy.metrics()).into_response()
+}

@@ -1,0 +1,9 @@
+//! The HTTP surface over a real core, asked in process unless framing matters.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
+mod contract;
+mod operators;
+mod registry;
+mod requests;
+mod support;
+mod unread;

@@ -1,0 +1,128 @@
+//! A surface over an empty fleet and a client that asks it.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::ConnectInfo;
+use http::{HeaderMap, Method, Request, StatusCode};
+use http_body_util::BodyExt;
+use kvbaton_proxy::{Proxy, Settings};
+use kvbaton_routes::{Access, AdminToken, Limits, State, app};
+use serde_json::{Value, json};
+use tokio_util::sync::{CancellationToken, DropGuard};
+use tokio_util::task::TaskTracker;
+use tower::ServiceExt;
+
+pub(crate) const BODY_BYTES: usize = 64 * 1024;
+pub(crate) const TOKEN: &str = "s3cret";
+
+/// The surface, and the core behind it for as long as this lives.
+pub(crate) struct Surface {
+    pub(crate) router: Router,
+    pub(crate) proxy: Proxy,
+    _stop: DropGuard,
+}
+
+impl Surface {
+    pub(crate) fn new() -> Self {
+        Self::with(Access::LoopbackOnly)
+    }
+
+    pub(crate) fn with_token() -> Self {
+        Self::with(Access::Token(AdminToken::new(TOKEN).unwrap()))
+    }
+
+    fn with(access: Access) -> Self {
+        let stop = CancellationToken::new();
+        let proxy = Proxy::start(Settings::default(), TaskTracker::new(), stop.clone());
+        let limits =
+            Limits { body_bytes: BODY_BYTES, payload_bytes: 16 * 1024, body_silence: Duration::from_secs(5) };
+        let router = app(State { proxy: proxy.clone(), access, limits });
+        Self { router, proxy, _stop: stop.drop_guard() }
+    }
+
+    pub(crate) async fn ask(&self, ask: Ask) -> Answer {
+        let response = self.router.clone().oneshot(ask.request).await.unwrap();
+        let (head, body) = response.into_parts();
+        let body = body.collect().await.unwrap().to_bytes();
+        let ids: Vec<_> = head.headers.get_all("x-request-id").iter().collect();
+        assert_eq!(ids.len(), 1, "an answer carries exactly one request id");
+        Answer { status: head.status, headers: head.headers, body }
+    }
+}
+
+/// One request, from this host unless told otherwise.
+pub(crate) struct Ask {
+    request: Request<Body>,
+}
+
+impl Ask {
+    pub(crate) fn new(method: Method, path: &str) -> Self {
+        let request = Request::builder().method(method).uri(path).body(Body::empty()).unwrap();
+        Self { request }.from_address("127.0.0.1:40000")
+    }
+
+    pub(crate) fn get(path: &str) -> Self {
+        Self::new(Method::GET, path)
+    }
+
+    pub(crate) fn post(path: &str) -> Self {
+        Self::new(Method::POST, path)
+    }
+
+    pub(crate) fn from_address(mut self, address: &str) -> Self {
+        let address: SocketAddr = address.parse().unwrap();
+        self.request.extensions_mut().insert(ConnectInfo(address));
+        self
+    }
+
+    pub(crate) fn from_nowhere(mut self) -> Self {
+        self.request.extensions_mut().remove::<ConnectInfo<SocketAddr>>();
+        self
+    }
+
+    pub(crate) fn header(mut self, name: &'static str, value: &str) -> Self {
+        self.request.headers_mut().append(name, value.parse().unwrap());
+        self
+    }
+
+    pub(crate) fn body(mut self, body: impl Into<Body>) -> Self {
+        *self.request.body_mut() = body.into();
+        self
+    }
+
+    pub(crate) fn json(self, text: &str) -> Self {
+        self.header("content-type", "application/json").body(text.to_owned())
+    }
+}
+
+/// What came back.
+pub(crate) struct Answer {
+    pub(crate) status: StatusCode,
+    pub(crate) headers: HeaderMap,
+    pub(crate) body: Bytes,
+}
+
+impl Answer {
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).unwrap()
+    }
+
+    pub(crate) fn header(&self, name: &str) -> &str {
+        self.headers.get(name).map_or("", |value| value.to_str().unwrap())
+    }
+
+    /// Asserts an error in OpenAI's shape and gives its message.
+    pub(crate) fn expect_error(&self, status: u16, class: &str, param: Option<&str>, code: &str) -> String {
+        let body = self.json();
+        assert_eq!(self.status.as_u16(), status, "{body}");
+        assert_eq!(self.header("content-type"), "application/json");
+        let message = body["error"]["message"].as_str().unwrap().to_owned();
+        let expected = json!({"error": {"message": message, "type": class, "param": param, "code": code}});
+        assert_eq!(body, expected);
+        assert!(!message.is_empty());
+        message
+    }
+}

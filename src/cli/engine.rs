@@ -1,0 +1,117 @@
+//! `kvbaton engine`: one simulated engine, for trying the router without GPUs.
+
+use std::net::SocketAddr;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use engine_sim::EngineConfig;
+use kvbaton_proxy::Generation;
+use tokio::net::TcpListener;
+use url::Url;
+
+use super::{runtime, say};
+use crate::StartError;
+use crate::config::Log;
+use crate::shutdown::Signals;
+
+#[derive(Debug, Args)]
+pub(super) struct EngineArgs {
+    /// What the engine does.
+    #[arg(long)]
+    role: EngineRole,
+    /// Address of its HTTP listener; port 0 takes a free one.
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0")]
+    listen: SocketAddr,
+    /// Base URL of the router whose registry carries the handshake.
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
+    registry: Url,
+    /// The router's operator token, if it has one.
+    #[arg(long, value_name = "TOKEN", env = "KVBATON_ENGINE_REGISTRY_TOKEN", hide_env_values = true)]
+    registry_token: Option<String>,
+    /// Name of the model that it serves.
+    #[arg(long, default_value = "sim")]
+    model: String,
+    /// Protocol generation: v14 as in vLLM 0.32, v2 as in vLLM 0.13.
+    #[arg(long, default_value = "v14")]
+    generation: EngineGeneration,
+    /// Name of the engine [default: a random one].
+    #[arg(long, value_name = "ID")]
+    engine_id: Option<String>,
+    /// KV blocks.
+    #[arg(long, value_name = "N")]
+    blocks: Option<usize>,
+    /// Tokens per block.
+    #[arg(long, value_name = "N")]
+    block_size: Option<usize>,
+    /// How long it takes for one prompt token, in microseconds.
+    #[arg(long, value_name = "US")]
+    prefill_us: Option<u64>,
+    /// How long it takes for one generated token, in microseconds.
+    #[arg(long, value_name = "US")]
+    decode_us: Option<u64>,
+    /// How long it keeps an unread hand-off, in seconds [default: 30, or 480 with v2].
+    #[arg(long, value_name = "S")]
+    lease: Option<u64>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum EngineRole {
+    Prefill,
+    Decode,
+    Both,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum EngineGeneration {
+    V2,
+    V14,
+}
+
+pub(super) fn run(args: EngineArgs) -> anyhow::Result<ExitCode> {
+    crate::telemetry::start(&Log::default())?;
+    runtime()?.block_on(serve(args))
+}
+
+async fn serve(args: EngineArgs) -> anyhow::Result<ExitCode> {
+    let mut signals = Signals::listen()?;
+    let addr = args.listen;
+    let listener = TcpListener::bind(addr).await.map_err(|source| StartError::Listen { addr, source })?;
+    let engine = engine_sim::spawn(args.into(), listener).await?;
+    say(&format!("simulated engine {} on {}\n", engine.engine_id(), engine.url()))?;
+    let signal = signals.next().await;
+    tracing::info!(signal, "leaving");
+    engine.shutdown().await;
+    Ok(ExitCode::SUCCESS)
+}
+
+impl From<EngineArgs> for EngineConfig {
+    fn from(args: EngineArgs) -> Self {
+        let generation = match args.generation {
+            EngineGeneration::V2 => Generation::V2,
+            EngineGeneration::V14 => Generation::V14,
+        };
+        let defaults = Self::for_generation(generation);
+        Self {
+            role: match args.role {
+                EngineRole::Prefill => engine_sim::Role::Prefill,
+                EngineRole::Decode => engine_sim::Role::Decode,
+                EngineRole::Both => engine_sim::Role::Both,
+            },
+            registry: Some(args.registry),
+            registry_token: args.registry_token,
+            model: args.model,
+            engine_id: args.engine_id,
+            num_blocks: args.blocks.unwrap_or(defaults.num_blocks),
+            block_size: args.block_size.unwrap_or(defaults.block_size),
+            prefill_time_per_token: args
+                .prefill_us
+                .map_or(defaults.prefill_time_per_token, Duration::from_micros),
+            decode_time_per_token: args
+                .decode_us
+                .map_or(defaults.decode_time_per_token, Duration::from_micros),
+            lease: args.lease.map_or(defaults.lease, Duration::from_secs),
+            ..defaults
+        }
+    }
+}

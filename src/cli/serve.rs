@@ -1,0 +1,68 @@
+//! `kvbaton serve`: the router, with an embedded fleet when no engine is given.
+
+use std::fmt::Write as _;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use kvbaton_proxy::Role;
+
+use super::{runtime, say};
+use crate::config::{Config, Flags, load};
+use crate::shutdown::Signals;
+use crate::{Running, telemetry};
+
+/// How long the announcement waits for the embedded engines, so that its line works at once.
+const EMBEDDED_START: Duration = Duration::from_secs(5);
+
+pub(super) fn run(flags: Flags) -> anyhow::Result<ExitCode> {
+    let config = load(&flags, std::env::vars())?;
+    telemetry::start(&config.log)?;
+    runtime()?.block_on(serve(config))
+}
+
+async fn serve(config: Config) -> anyhow::Result<ExitCode> {
+    let mut signals = Signals::listen()?;
+    let running = config.build().await?.spawn().await?;
+    if !running.engines().is_empty() && !running.ready_within(EMBEDDED_START).await {
+        tracing::warn!("the embedded engines are not ready yet");
+    }
+    say(&announcement(&running))?;
+    let signal = signals.next().await;
+    tracing::info!(signal, "leaving");
+    tokio::select! {
+        in_time = running.drain() => {
+            if !in_time {
+                tracing::warn!("some requests were cut off");
+            }
+            Ok(if in_time { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+        }
+        signal = signals.next() => {
+            tracing::warn!(signal, "leaving at once");
+            Ok(ExitCode::FAILURE)
+        }
+    }
+}
+
+/// What is bound, and one line to try.
+fn announcement(running: &Running) -> String {
+    let addr = running.addr();
+    let mut text = format!("kvbaton listens on http://{addr}\n");
+    for embedded in running.engines() {
+        let role = match embedded.role {
+            Role::Prefill => "prefill",
+            Role::Decode => "decode",
+        };
+        let _ = writeln!(text, "  simulated {role} engine on {}", embedded.engine.url());
+    }
+    let (prefill, decode) = (running.fleet_size(Role::Prefill), running.fleet_size(Role::Decode));
+    if running.engines().is_empty() {
+        let _ = writeln!(text, "  {prefill} prefill and {decode} decode engine(s) configured");
+    }
+    let model = running.engines().first().map_or("MODEL", |embedded| embedded.engine.config().model.as_str());
+    let _ = writeln!(
+        text,
+        "Try:\n  curl http://{addr}/v1/completions -H 'Content-Type: application/json' \
+         -d '{{\"model\":\"{model}\",\"prompt\":\"Once upon a time\",\"max_tokens\":24}}'"
+    );
+    text
+}

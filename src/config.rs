@@ -1,0 +1,253 @@
+//! The only settings tree, with the only defaults. File < environment < flags.
+//! Nothing else in the program reads files or the environment for settings.
+
+mod faults;
+mod layers;
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use kvbaton_proxy::{HandOffPolicy, Limits, PeerSpec, Probe, Role, Settings, Timeouts};
+use serde::{Deserialize, Serialize};
+
+pub use faults::{ConfigFault, ConfigFaults, Source};
+pub use layers::{Flags, load};
+
+/// Everything that can be set.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// Address of the HTTP listener.
+    pub listen: SocketAddr,
+    /// Prefill engines.
+    pub prefill: Vec<PeerSpec>,
+    /// Decode engines.
+    pub decode: Vec<PeerSpec>,
+    /// The simulated fleet that the program can start by itself.
+    pub fleet: Fleet,
+    /// The operators' endpoints.
+    pub admin: Admin,
+    /// Log output.
+    pub log: Log,
+    /// Leaving in order.
+    pub shutdown: Shutdown,
+    /// Deadlines of the exchanges with engines.
+    pub timeouts: Timeouts,
+    /// How engines' health is watched.
+    pub probe: Probe,
+    /// What happens around the hand-off.
+    pub hand_off: HandOffPolicy,
+    /// Bounds on memory.
+    pub limits: Limits,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            listen: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8000),
+            prefill: Vec::new(),
+            decode: Vec::new(),
+            fleet: Fleet::default(),
+            admin: Admin::default(),
+            log: Log::default(),
+            shutdown: Shutdown::default(),
+            timeouts: Timeouts::default(),
+            probe: Probe::default(),
+            hand_off: HandOffPolicy::default(),
+            limits: Limits::default(),
+        }
+    }
+}
+
+/// The embedded fleet of simulated engines.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Fleet {
+    /// When it is started.
+    pub embedded: Embedded,
+    /// How many simulated prefill engines.
+    pub prefill: usize,
+    /// How many simulated decode engines.
+    pub decode: usize,
+    /// Name of the model that they serve.
+    pub model: String,
+}
+
+impl Default for Fleet {
+    fn default() -> Self {
+        Self { embedded: Embedded::Auto, prefill: 1, decode: 1, model: "sim".to_owned() }
+    }
+}
+
+/// When the embedded fleet is started.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Embedded {
+    /// When no engine is configured.
+    Auto,
+    /// Always, beside the configured engines.
+    Always,
+    /// Never; engines come through the settings or `/admin/peers`.
+    Never,
+}
+
+/// Who may use the operators' endpoints and the registry.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Admin {
+    /// With a token, whoever presents it; without one, clients on this host.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub token: Option<String>,
+}
+
+/// Log output.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Log {
+    /// Lines for people or for machines.
+    pub format: LogFormat,
+    /// What is logged, as a list of `target=level` directives or one level.
+    pub level: String,
+}
+
+impl Default for Log {
+    fn default() -> Self {
+        Self { format: LogFormat::Human, level: "info".to_owned() }
+    }
+}
+
+/// The shape of log lines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LogFormat {
+    /// For people.
+    Human,
+    /// One JSON object a line.
+    Json,
+}
+
+/// Leaving in order: not ready, settle, refuse new connections, finish what runs, all in one budget.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Shutdown {
+    /// How long requests are still accepted after `/readyz` has turned to 503.
+    #[serde(with = "humantime_serde")]
+    pub settle: Duration,
+    /// The whole budget; what still runs then is cut off.
+    #[serde(with = "humantime_serde")]
+    pub limit: Duration,
+}
+
+impl Default for Shutdown {
+    fn default() -> Self {
+        Self { settle: Duration::from_secs(1), limit: Duration::from_secs(30) }
+    }
+}
+
+impl Config {
+    /// The part that the core reads.
+    #[must_use]
+    pub fn core(&self) -> Settings {
+        Settings {
+            timeouts: self.timeouts.clone(),
+            probe: self.probe.clone(),
+            hand_off: self.hand_off.clone(),
+            limits: self.limits.clone(),
+        }
+    }
+
+    /// Whether the program starts simulated engines of its own.
+    #[must_use]
+    pub fn embeds_fleet(&self) -> bool {
+        match self.fleet.embedded {
+            Embedded::Always => true,
+            Embedded::Never => false,
+            Embedded::Auto => self.prefill.is_empty() && self.decode.is_empty(),
+        }
+    }
+
+    /// Checks what types cannot express.
+    ///
+    /// # Errors
+    /// Every fault at once.
+    pub fn validate(&self) -> Result<(), ConfigFaults> {
+        let mut faults = Vec::new();
+        let mut wrong = |key: &str, what: String, hint: &str| {
+            faults.push(ConfigFault::new(Source::Settings, key, what, Some(hint.to_owned())));
+        };
+        let positive = [
+            ("timeouts.connect", self.timeouts.connect),
+            ("timeouts.prefill", self.timeouts.prefill),
+            ("timeouts.decode_head", self.timeouts.decode_head),
+            ("timeouts.idle", self.timeouts.idle),
+            ("timeouts.release", self.timeouts.release),
+            ("timeouts.client_body", self.timeouts.client_body),
+            ("probe.interval", self.probe.interval),
+            ("probe.timeout", self.probe.timeout),
+            ("hand_off.lease", self.hand_off.lease),
+            ("hand_off.lease_v2", self.hand_off.lease_v2),
+        ];
+        for (key, value) in positive {
+            if value.is_zero() {
+                wrong(key, "must not be zero".into(), "give a duration such as \"30s\"");
+            }
+        }
+        if self.limits.body_bytes == 0 {
+            wrong("limits.body_bytes", "must not be zero".into(), "the default is 67108864");
+        }
+        if self.shutdown.settle > self.shutdown.limit {
+            wrong(
+                "shutdown.settle",
+                "is longer than shutdown.limit".into(),
+                "settling is part of the whole budget",
+            );
+        }
+        if let Some(Err(error)) = self.admin.token.as_deref().map(kvbaton_routes::AdminToken::new) {
+            wrong("admin.token", error.to_string(), "leave it out to allow only clients on this host");
+        }
+        if self.embeds_fleet() && (self.fleet.prefill == 0 || self.fleet.decode == 0) {
+            wrong("fleet", "needs at least one engine of each role".into(), "set both counts to 1 or more");
+        }
+        for (list, role, peers) in
+            [("prefill", Role::Prefill, &self.prefill), ("decode", Role::Decode, &self.decode)]
+        {
+            let mut seen = std::collections::BTreeSet::new();
+            for (position, peer) in peers.iter().enumerate() {
+                let key = format!("{list}[{position}]");
+                if peer.role != role {
+                    wrong(&key, "has another role than its list".into(), "move it to the other list");
+                }
+                if let Err(error) = peer.check() {
+                    wrong(&key, error.to_string(), "an engine's URL looks like http://10.0.0.5:8100");
+                }
+                if !seen.insert(peer.url.trim_end_matches('/')) {
+                    wrong(&key, format!("{} stands twice in the list", peer.url), "remove one of them");
+                }
+            }
+        }
+        if faults.is_empty() { Ok(()) } else { Err(ConfigFaults(faults)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_defaults_are_valid() {
+        assert_eq!(Config::default().validate(), Ok(()));
+        assert!(Config::default().embeds_fleet());
+    }
+
+    #[test]
+    fn all_faults_are_listed_at_once() {
+        let mut config = Config::default();
+        config.timeouts.connect = Duration::ZERO;
+        config.admin.token = Some(" ".into());
+        config.prefill =
+            vec![PeerSpec::new(Role::Prefill, "https://x"), PeerSpec::new(Role::Decode, "http://y")];
+        let faults = config.validate().unwrap_err();
+        let keys: Vec<&str> = faults.0.iter().map(|fault| fault.key.as_str()).collect();
+        assert_eq!(keys, ["timeouts.connect", "admin.token", "prefill[0]", "prefill[1]"]);
+    }
+}
