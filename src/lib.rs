@@ -172,6 +172,8 @@ impl Running {
         tokio::time::sleep(config.shutdown.settle).await;
         let finished = tokio::time::timeout_at(deadline, server.finish()).await.is_ok();
         stop.cancel();
+        // The last handle to the core: with it go the kept connections, whose tasks are waited for.
+        drop(proxy);
         tasks.close();
         let ended = tokio::time::timeout_at(deadline, tasks.wait()).await.is_ok();
         for engine in engines {

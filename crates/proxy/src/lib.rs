@@ -48,7 +48,7 @@ use upstream::Upstream;
 /// What every part of the core shares.
 struct Core {
     settings: Settings,
-    pool: Arc<Pool>,
+    pool: Pool,
     upstream: Upstream,
     ledger: Ledger,
     registry: Registry,
@@ -70,20 +70,19 @@ impl Proxy {
     #[must_use]
     pub fn start(settings: Settings, tasks: TaskTracker, stop: CancellationToken) -> Self {
         let metrics = Metrics::new();
-        let pool = Arc::new(Pool::default());
         let upstream = Upstream::new(&settings.timeouts, tasks.clone());
         let core = Arc::new(Core {
             ledger: Ledger::new(Arc::clone(&metrics)),
             registry: Registry::new(settings.limits.payload_bytes, settings.limits.registry_engines),
-            pool: Arc::clone(&pool),
-            upstream: upstream.clone(),
+            pool: Pool::default(),
+            upstream,
             metrics,
-            tasks: tasks.clone(),
-            stop: stop.clone(),
+            tasks,
+            stop,
             draining: AtomicBool::new(false),
             settings,
         });
-        pool::probe::watch(pool, upstream, core.settings.probe.clone(), &tasks, stop);
+        pool::probe::watch(Arc::clone(&core));
         Self { core }
     }
 
@@ -139,14 +138,7 @@ impl Proxy {
     pub fn add_peer(&self, spec: PeerSpec) -> Result<PeerView, PeerSpecError> {
         let peer = self.core.pool.add(spec)?;
         let view = peer.view();
-        let (core, stop) = (Arc::clone(&self.core), self.core.stop.clone());
-        self.core.tasks.spawn(async move {
-            let probe = pool::probe::probe(&peer, &core.upstream, core.settings.probe.timeout);
-            tokio::select! {
-                () = stop.cancelled() => {}
-                () = probe => {}
-            }
-        });
+        pool::probe::probe_soon(&self.core, peer);
         Ok(view)
     }
 

@@ -9,52 +9,50 @@ use http::{Method, StatusCode};
 use kv_connector::protocol::params::Generation;
 use serde::Deserialize;
 use serde_json::value::RawValue;
-use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
 
-use super::Pool;
 use super::peer::{Peer, PeerFault, PeerState, ServedModel};
+use crate::Core;
 use crate::error::UpstreamFailure;
 use crate::request_id::RequestId;
-use crate::settings::Probe;
 use crate::splice::Spliced;
 use crate::upstream::{Leg, Upstream, own_headers};
 
 /// Largest model list or version that a probe reads, in bytes.
 const PROBE_LIMIT: usize = 4 << 20;
 
-/// Starts the probing task; it ends with `stop`.
-pub(crate) fn watch(
-    pool: Arc<Pool>,
-    upstream: Upstream,
-    settings: Probe,
-    tasks: &TaskTracker,
-    stop: CancellationToken,
-) {
-    let rounds = tasks.clone();
+/// Starts the probing task; it ends with the core's stop token.
+pub(crate) fn watch(core: Arc<Core>) {
+    let tasks = core.tasks.clone();
     tasks.spawn(async move {
-        let mut pause = tokio::time::interval(settings.interval);
+        let mut pause = tokio::time::interval(core.settings.probe.interval);
         pause.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             tokio::select! {
-                () = stop.cancelled() => return,
+                () = core.stop.cancelled() => return,
                 _ = pause.tick() => {}
             }
-            for peer in pool.all() {
-                let (upstream, stop) = (upstream.clone(), stop.clone());
-                rounds.spawn(async move {
-                    tokio::select! {
-                        () = stop.cancelled() => {}
-                        () = probe(&peer, &upstream, settings.timeout) => {}
-                    }
-                });
+            core.ledger.sweep();
+            for peer in core.pool.all() {
+                probe_soon(&core, peer);
             }
         }
     });
 }
 
+/// Probes one peer in a task of its own.
+pub(crate) fn probe_soon(core: &Arc<Core>, peer: Arc<Peer>) {
+    let tasks = core.tasks.clone();
+    let core = Arc::clone(core);
+    tasks.spawn(async move {
+        tokio::select! {
+            () = core.stop.cancelled() => {}
+            () = probe(&peer, &core.upstream, core.settings.probe.timeout) => {}
+        }
+    });
+}
+
 /// Probes one peer once and records what was seen.
-pub(crate) async fn probe(peer: &Arc<Peer>, upstream: &Upstream, deadline: Duration) {
+async fn probe(peer: &Arc<Peer>, upstream: &Upstream, deadline: Duration) {
     let looked = tokio::time::timeout(deadline, look(peer, upstream)).await;
     let outcome = looked.unwrap_or(Err(Unwell::Silent));
     let mut observed = peer.observed.write();
