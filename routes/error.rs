@@ -87,15 +87,21 @@ impl JsonFault {
 
 /// OpenAI's classes of errors, as far as this surface needs them.
 #[derive(Clone, Copy, Serialize)]
-#[serde(rename_all = "snake_case")]
 enum Class {
-    InvalidRequestError,
-    AuthenticationError,
-    PermissionError,
-    NotFoundError,
-    UnavailableError,
-    UpstreamError,
-    ServerError,
+    #[serde(rename = "invalid_request_error")]
+    InvalidRequest,
+    #[serde(rename = "authentication_error")]
+    Authentication,
+    #[serde(rename = "permission_error")]
+    Permission,
+    #[serde(rename = "not_found_error")]
+    NotFound,
+    #[serde(rename = "unavailable_error")]
+    Unavailable,
+    #[serde(rename = "upstream_error")]
+    Upstream,
+    #[serde(rename = "server_error")]
+    Server,
 }
 
 /// OpenAI's error body.
@@ -130,15 +136,15 @@ impl Face {
     }
 
     fn invalid(code: &'static str) -> Self {
-        Self::new(StatusCode::BAD_REQUEST, Class::InvalidRequestError, code)
+        Self::new(StatusCode::BAD_REQUEST, Class::InvalidRequest, code)
     }
 
     fn absent(code: &'static str) -> Self {
-        Self::new(StatusCode::NOT_FOUND, Class::NotFoundError, code)
+        Self::new(StatusCode::NOT_FOUND, Class::NotFound, code)
     }
 
     fn upstream(status: StatusCode, code: &'static str, message: String) -> Self {
-        Self { message: Some(message), ..Self::new(status, Class::UpstreamError, code) }
+        Self { message: Some(message), ..Self::new(status, Class::Upstream, code) }
     }
 
     fn param(mut self, param: impl Into<String>) -> Self {
@@ -154,24 +160,25 @@ impl Face {
 
 impl RouteError {
     fn face(&self) -> Face {
-        use Class::{AuthenticationError, InvalidRequestError, PermissionError, ServerError};
         match self {
             Self::UnknownPath => Face::absent("unknown_endpoint"),
             Self::MethodNotAllowed => {
-                Face::new(StatusCode::METHOD_NOT_ALLOWED, InvalidRequestError, "method_not_allowed")
+                Face::new(StatusCode::METHOD_NOT_ALLOWED, Class::InvalidRequest, "method_not_allowed")
             }
             Self::BodyTooLarge { .. } => {
-                Face::new(StatusCode::PAYLOAD_TOO_LARGE, InvalidRequestError, "body_too_large")
+                Face::new(StatusCode::PAYLOAD_TOO_LARGE, Class::InvalidRequest, "body_too_large")
             }
-            Self::BodyTimeout => Face::new(StatusCode::REQUEST_TIMEOUT, InvalidRequestError, "body_timeout"),
+            Self::BodyTimeout => {
+                Face::new(StatusCode::REQUEST_TIMEOUT, Class::InvalidRequest, "body_timeout")
+            }
             Self::BodyIncomplete => Face::invalid("body_incomplete"),
             Self::ContentEncoding => {
                 let status = StatusCode::UNSUPPORTED_MEDIA_TYPE;
-                Face::new(status, InvalidRequestError, "unsupported_content_encoding")
+                Face::new(status, Class::InvalidRequest, "unsupported_content_encoding")
             }
             Self::ContentType { .. } => {
                 let status = StatusCode::UNSUPPORTED_MEDIA_TYPE;
-                Face::new(status, InvalidRequestError, "unsupported_content_type")
+                Face::new(status, Class::InvalidRequest, "unsupported_content_type")
             }
             Self::Json(fault) => Face { param: fault.path.clone(), ..Face::invalid("invalid_json") },
             Self::PathNotUtf8 => Face::invalid("invalid_path"),
@@ -180,13 +187,15 @@ impl RouteError {
             Self::UnknownPeer { .. } => Face::absent("unknown_peer").param("id"),
             Self::UnknownEngine { .. } => Face::absent("unknown_engine").param("engine_id"),
             Self::UnknownRank { .. } => Face::absent("unknown_rank"),
-            Self::NotLocal(_) => Face::new(StatusCode::FORBIDDEN, PermissionError, "not_local"),
-            Self::TokenMissing => Face::new(StatusCode::UNAUTHORIZED, AuthenticationError, "token_required"),
-            Self::TokenWrong => Face::new(StatusCode::UNAUTHORIZED, AuthenticationError, "token_wrong"),
+            Self::NotLocal(_) => Face::new(StatusCode::FORBIDDEN, Class::Permission, "not_local"),
+            Self::TokenMissing => {
+                Face::new(StatusCode::UNAUTHORIZED, Class::Authentication, "token_required")
+            }
+            Self::TokenWrong => Face::new(StatusCode::UNAUTHORIZED, Class::Authentication, "token_wrong"),
             Self::Proxy(error) => proxy_face(error),
             Self::Registry(error) => registry_face(error),
             Self::PeerSpec(error) => peer_spec_face(error),
-            Self::Unexpected => Face::new(StatusCode::INTERNAL_SERVER_ERROR, ServerError, "internal_error"),
+            Self::Unexpected => Face::new(StatusCode::INTERNAL_SERVER_ERROR, Class::Server, "internal_error"),
         }
     }
 }
@@ -199,7 +208,7 @@ fn proxy_face(error: &ProxyError) -> Face {
                 Stage::Prefill => "no_prefill",
                 Stage::Decode => "no_decode",
             };
-            Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::UnavailableError, code).retry()
+            Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, code).retry()
         }
         ProxyError::Upstream(failure) => upstream_face(failure),
         ProxyError::PrefillFailed(status) => {
@@ -241,17 +250,16 @@ fn upstream_face(failure: &UpstreamFailure) -> Face {
 }
 
 fn registry_face(error: &RegistryError) -> Face {
-    use Class::InvalidRequestError;
     match error {
         RegistryError::Malformed { .. } => Face::invalid("malformed_payload"),
         RegistryError::EngineMismatch { .. } => {
-            Face::new(StatusCode::CONFLICT, InvalidRequestError, "engine_id_mismatch").param("engine_id")
+            Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "engine_id_mismatch").param("engine_id")
         }
         RegistryError::TooLarge { .. } => {
-            Face::new(StatusCode::PAYLOAD_TOO_LARGE, InvalidRequestError, "body_too_large")
+            Face::new(StatusCode::PAYLOAD_TOO_LARGE, Class::InvalidRequest, "body_too_large")
         }
         RegistryError::Full => {
-            Face::new(StatusCode::INSUFFICIENT_STORAGE, Class::UnavailableError, "registry_full")
+            Face::new(StatusCode::INSUFFICIENT_STORAGE, Class::Unavailable, "registry_full")
         }
     }
 }
@@ -263,9 +271,7 @@ fn peer_spec_face(error: &PeerSpecError) -> Face {
         }
         PeerSpecError::Token => Face::invalid("invalid_peer").param("token"),
         PeerSpecError::Name { .. } => Face::invalid("invalid_peer").param("name"),
-        PeerSpecError::Exists { .. } => {
-            Face::new(StatusCode::CONFLICT, Class::InvalidRequestError, "peer_exists")
-        }
+        PeerSpecError::Exists { .. } => Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "peer_exists"),
     }
 }
 
@@ -292,5 +298,144 @@ impl IntoResponse for RouteError {
             response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use bytes::Bytes;
+    use http_body_util::BodyExt;
+    use kvbaton_proxy::{Progress, Proxy, Settings};
+    use tokio_util::sync::CancellationToken;
+    use tokio_util::task::TaskTracker;
+
+    use super::*;
+
+    fn upstream(stage: Stage, broken: Broken) -> RouteError {
+        ProxyError::Upstream(UpstreamFailure { stage, broken, progress: Progress::Sent }).into()
+    }
+
+    fn bad_request(bad: BadRequest) -> RouteError {
+        ProxyError::BadRequest(bad).into()
+    }
+
+    fn hand_off(refusal: HandOffRefusal) -> RouteError {
+        ProxyError::HandOff(refusal).into()
+    }
+
+    fn from_the_core() -> Vec<(RouteError, u16, &'static str)> {
+        let wrong_type = BadRequest::WrongType { field: "model", expected: "a string" };
+        vec![
+            (bad_request(BadRequest::Utf8 { offset: 3 }), 400, "invalid_utf8"),
+            (bad_request(BadRequest::NotAnObject), 400, "invalid_json"),
+            (bad_request(BadRequest::MissingModel), 400, "model_required"),
+            (bad_request(wrong_type), 400, "invalid_type"),
+            (
+                bad_request(BadRequest::InjectedHandOff { place: "kv_transfer_params" }),
+                400,
+                "kv_transfer_params_not_allowed",
+            ),
+            (bad_request(BadRequest::TooManyEdits { limit: 1 }), 400, "too_many_repeated_fields"),
+            (ProxyError::NoPeer(Stage::Prefill).into(), 503, "no_prefill"),
+            (ProxyError::NoPeer(Stage::Decode).into(), 503, "no_decode"),
+            (upstream(Stage::Decode, Broken::Connect), 502, "upstream_connect"),
+            (upstream(Stage::Prefill, Broken::Reset), 502, "upstream_reset"),
+            (upstream(Stage::Prefill, Broken::Timeout), 504, "upstream_timeout"),
+            (upstream(Stage::Decode, Broken::Protocol), 502, "upstream_protocol"),
+            (upstream(Stage::Decode, Broken::TooLarge), 502, "upstream_too_large"),
+            (ProxyError::PrefillFailed(500).into(), 502, "prefill_failed"),
+            (hand_off(HandOffRefusal::Missing), 502, "no_hand_off"),
+            (hand_off(HandOffRefusal::Garbage), 502, "bad_hand_off"),
+            (hand_off(HandOffRefusal::TokenCount(Some(2))), 502, "bad_hand_off"),
+            (hand_off(HandOffRefusal::Coverage { covered: 9, prompt: 8 }), 502, "bad_hand_off"),
+            (hand_off(HandOffRefusal::Expiring), 502, "hand_off_expired"),
+        ]
+    }
+
+    fn from_operators(malformed: RegistryError) -> Vec<(RouteError, u16, &'static str)> {
+        let text = String::new;
+        vec![
+            (malformed.into(), 400, "malformed_payload"),
+            (RegistryError::EngineMismatch { found: text() }.into(), 409, "engine_id_mismatch"),
+            (RegistryError::TooLarge { limit: 1 }.into(), 413, "body_too_large"),
+            (RegistryError::Full.into(), 507, "registry_full"),
+            (PeerSpecError::Url { url: text() }.into(), 400, "invalid_peer"),
+            (PeerSpecError::Scheme { url: text() }.into(), 400, "invalid_peer"),
+            (PeerSpecError::Token.into(), 400, "invalid_peer"),
+            (PeerSpecError::Name { name: text() }.into(), 400, "invalid_peer"),
+            (PeerSpecError::Exists { id: text() }.into(), 409, "peer_exists"),
+            (RouteError::UnknownPeer { id: text() }, 404, "unknown_peer"),
+            (RouteError::UnknownEngine { engine_id: text() }, 404, "unknown_engine"),
+            (RouteError::UnknownRank { engine_id: text(), pp_rank: 0, tp_rank: 0 }, 404, "unknown_rank"),
+            (RouteError::RankInvalid { name: "pp_rank" }, 400, "invalid_rank"),
+            (RouteError::NotLocal(NotLocal::Address), 403, "not_local"),
+            (RouteError::TokenMissing, 401, "token_required"),
+            (RouteError::TokenWrong, 401, "token_wrong"),
+        ]
+    }
+
+    fn from_the_surface() -> Vec<(RouteError, u16, &'static str)> {
+        vec![
+            (RouteError::UnknownPath, 404, "unknown_endpoint"),
+            (RouteError::MethodNotAllowed, 405, "method_not_allowed"),
+            (RouteError::BodyTooLarge { limit: 1 }, 413, "body_too_large"),
+            (RouteError::BodyTimeout, 408, "body_timeout"),
+            (RouteError::BodyIncomplete, 400, "body_incomplete"),
+            (RouteError::ContentEncoding, 415, "unsupported_content_encoding"),
+            (RouteError::ContentType { expected: "x/y" }, 415, "unsupported_content_type"),
+            (RouteError::PathNotUtf8, 400, "invalid_path"),
+            (RouteError::UnknownModel { id: String::new() }, 404, "model_not_found"),
+            (RouteError::Unexpected, 500, "internal_error"),
+        ]
+    }
+
+    /// Every error that a client can see, with what it sees.
+    fn every_error() -> Vec<(RouteError, u16, &'static str)> {
+        let stop = CancellationToken::new();
+        let proxy = Proxy::start(Settings::default(), TaskTracker::new(), stop.clone());
+        let malformed = proxy.registry().put("e", 0, 0, Bytes::new()).unwrap_err();
+        stop.cancel();
+        [from_the_core(), from_operators(malformed), from_the_surface()].concat()
+    }
+
+    #[tokio::test]
+    async fn each_error_has_its_status_and_code() {
+        for (error, status, code) in every_error() {
+            let response = error.clone().into_response();
+            assert_eq!(response.status().as_u16(), status, "{error:?}");
+            let must_wait = response.headers().contains_key(RETRY_AFTER);
+            assert_eq!(must_wait, status == 503, "{error:?}");
+            let body = response.into_body().collect().await.unwrap().to_bytes();
+            let body: serde_json::Value = serde_json::from_slice(&body).unwrap();
+            assert_eq!(body["error"]["code"], code, "{error:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn the_contract_names_exactly_the_codes_that_exist() {
+        let contract: serde_json::Value = serde_yaml_ng::from_str(include_str!("../openapi.yaml")).unwrap();
+        let member =
+            |name: &str| format!("/components/schemas/Error/properties/error/properties/{name}/enum");
+        let named: BTreeSet<&str> = contract
+            .pointer(&member("code"))
+            .unwrap()
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter_map(|code| code.as_str())
+            .collect();
+        let errors = every_error();
+        let existing: BTreeSet<&str> = errors.iter().map(|(_, _, code)| *code).collect();
+        assert_eq!(named, existing);
+    }
+
+    #[test]
+    fn what_a_client_reads_of_an_engine_is_its_leg_and_no_more() {
+        let face = upstream(Stage::Prefill, Broken::Connect).face();
+        assert_eq!(face.message.as_deref(), Some("the prefill engine could not be reached"));
+        let face = hand_off(HandOffRefusal::TokenCount(Some(7))).face();
+        assert_eq!(face.message.as_deref(), Some("the prefill engine returned an unusable KV hand-off"));
     }
 }

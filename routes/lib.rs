@@ -134,8 +134,6 @@ pub const ENDPOINTS: &[EndpointDoc] = &[
     EndpointDoc::passed_through(Method::POST, "/rerank"),
     EndpointDoc::passed_through(Method::POST, "/v1/rerank"),
     EndpointDoc::passed_through(Method::POST, "/v2/rerank"),
-    EndpointDoc::passed_through(Method::POST, "/v1/audio/transcriptions"),
-    EndpointDoc::passed_through(Method::POST, "/v1/audio/translations"),
     EndpointDoc::passed_through(Method::POST, "/tokenize"),
     EndpointDoc::passed_through(Method::POST, "/detokenize"),
     EndpointDoc::passed_through(Method::GET, "/version"),

@@ -317,6 +317,7 @@ pub(crate) fn engine_config(router: SocketAddr) -> EngineConfig {
     EngineConfig {
         registry: Some(format!("http://{router}").parse().unwrap()),
         registry_refresh: Duration::from_millis(50),
+        request_log: 4096,
         ..EngineConfig::default()
     }
 }

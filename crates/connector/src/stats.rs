@@ -71,7 +71,7 @@ pub struct Summary {
 impl Stats {
     /// Adds one successful transfer.
     pub fn record(&mut self, telemetry: &Telemetry) {
-        let seconds = |time: Duration| time.as_micros() as f64 / 1e6;
+        let seconds = |time: Duration| time.as_nanos() as f64 / 1e3 / 1e6;
         self.transfer_duration.push(seconds(telemetry.transfer));
         self.post_duration.push(seconds(telemetry.post));
         self.bytes_transferred.push(telemetry.bytes);

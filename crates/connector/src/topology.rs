@@ -28,31 +28,68 @@ pub fn tp_ratio(local: u32, remote: u32) -> Result<i64, TopologyError> {
         return Err(error);
     }
     if local >= remote {
-        return if local % remote == 0 { Ok(i64::from(local / remote)) } else { Err(error) };
+        return if local.is_multiple_of(remote) { Ok(i64::from(local / remote)) } else { Err(error) };
     }
-    if remote % local == 0 { Ok(-i64::from(remote / local)) } else { Err(error) }
+    if remote.is_multiple_of(local) { Ok(-i64::from(remote / local)) } else { Err(error) }
 }
 
-/// Remote ranks whose metadata rank `rank` needs, without context parallelism.
+/// The parallel sizes of one side of a transfer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ParallelSizes {
+    /// Transfer tensor-parallel size.
+    pub tp: u32,
+    /// Decode-context-parallel size: 1, or equal to `tp`.
+    pub dcp: u32,
+}
+
+impl ParallelSizes {
+    /// Tensor parallelism alone.
+    pub fn tp(tp: u32) -> Self {
+        Self { tp, dcp: 1 }
+    }
+}
+
+/// Remote ranks whose metadata the local rank `rank` needs.
 ///
 /// # Errors
-/// As [`tp_ratio`].
-pub fn handshake_ranks(rank: u32, local: u32, remote: u32) -> Result<Vec<u32>, TopologyError> {
-    let ratio = tp_ratio(local, remote)?;
+/// Sizes that do not divide one another.
+pub fn handshake_ranks(
+    rank: u32,
+    local: ParallelSizes,
+    remote: ParallelSizes,
+) -> Result<Vec<u32>, TopologyError> {
+    let ratio = tp_ratio(local.tp, remote.tp)?;
+    if remote.dcp > 1 {
+        return Ok(dcp_source_ranks(rank, local, remote));
+    }
     let width = u32::try_from(ratio.unsigned_abs()).unwrap_or(u32::MAX);
     if ratio > 0 {
         return Ok(vec![rank / width]);
     }
-    Ok((0..width).map(|i| rank * width + i).collect())
+    Ok((0..width).map(|i| rank.saturating_mul(width).saturating_add(i)).collect())
+}
+
+/// Remote ranks that hold a part of the context which the local rank needs.
+fn dcp_source_ranks(rank: u32, local: ParallelSizes, remote: ParallelSizes) -> Vec<u32> {
+    let local_dcp = local.dcp.max(1);
+    let dcp_rank = rank % local_dcp;
+    if local_dcp <= remote.dcp {
+        return (0..remote.tp).filter(|source| source % local_dcp == dcp_rank).collect();
+    }
+    vec![dcp_rank % remote.dcp]
 }
 
 /// How many local ranks read from one remote rank; the number behind the colon of a notification.
 ///
 /// # Errors
-/// As [`tp_ratio`].
-pub fn consumers(local: u32, remote: u32) -> Result<u32, TopologyError> {
-    let ratio = tp_ratio(local, remote)?.max(1);
-    Ok(u32::try_from(ratio).unwrap_or(u32::MAX))
+/// Sizes that do not divide one another.
+pub fn consumers(local: ParallelSizes, remote: ParallelSizes) -> Result<u32, TopologyError> {
+    let ratio = tp_ratio(local.tp, remote.tp)?;
+    Ok(match (remote.dcp > 1, local.dcp > 1) {
+        (true, false) => local.tp,
+        (true, true) => (local.dcp / remote.dcp).max(1),
+        (false, _) => u32::try_from(ratio.max(1)).unwrap_or(u32::MAX),
+    })
 }
 
 #[cfg(test)]

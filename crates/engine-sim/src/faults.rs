@@ -190,12 +190,8 @@ impl Faults {
 
     /// Holds every request of a leg at a stage until the gate is released or dropped.
     pub fn hold(&self, stage: Stage, leg: Leg) -> Gate {
-        let hold = Arc::new(Hold {
-            stage,
-            leg,
-            arrivals: watch::Sender::new(0),
-            open: watch::Sender::new(false),
-        });
+        let hold =
+            Arc::new(Hold { stage, leg, arrivals: watch::Sender::new(0), open: watch::Sender::new(false) });
         let mut holds = self.holds.lock();
         holds.retain(|other| !*other.open.borrow());
         holds.push(Arc::clone(&hold));
@@ -220,11 +216,7 @@ impl Faults {
         let gates = self.outside.lock();
         gates
             .iter()
-            .map(|gate| HeldStage {
-                stage: gate.hold.stage,
-                leg: gate.hold.leg,
-                arrivals: gate.arrivals(),
-            })
+            .map(|gate| HeldStage { stage: gate.hold.stage, leg: gate.hold.leg, arrivals: gate.arrivals() })
             .collect()
     }
 
@@ -363,7 +355,8 @@ mod tests {
     #[test]
     fn json_form_is_flat() {
         let armed: ArmedFault =
-            serde_json::from_value(json!({"kind":"refuse","status":503,"leg":"prefill","sticky":true})).unwrap();
+            serde_json::from_value(json!({"kind":"refuse","status":503,"leg":"prefill","sticky":true}))
+                .unwrap();
         assert_eq!(
             armed,
             ArmedFault {

@@ -31,7 +31,13 @@ impl Geometry {
             Generation::V14 => (config.layers, 2 * row),
             Generation::V2 => (2 * config.layers, row),
         };
-        Self { regions, blocks: config.num_blocks, block_size: config.block_size, heads: config.kv_heads, chunk }
+        Self {
+            regions,
+            blocks: config.num_blocks,
+            block_size: config.block_size,
+            heads: config.kv_heads,
+            chunk,
+        }
     }
 
     pub(crate) fn block_bytes(&self) -> usize {
@@ -123,8 +129,9 @@ impl KvCache {
         while digest.positions < positions {
             let stop = positions.min((digest.positions / size + 1) * size);
             let block = blocks[digest.positions / size];
-            let contents =
-                (0..self.geometry.regions).map(|region| self.read_block(region, block)).collect::<Result<Vec<_>, _>>()?;
+            let contents = (0..self.geometry.regions)
+                .map(|region| self.read_block(region, block))
+                .collect::<Result<Vec<_>, _>>()?;
             for position in digest.positions..stop {
                 for bytes in &contents {
                     digest.value = fold(digest.value, self.slot_digest(bytes, position % size));
@@ -197,7 +204,8 @@ impl KvCache {
             for piece in block[self.geometry.chunk_range(head, slot)].chunks(8) {
                 let mut lane = [0; 8];
                 lane[..piece.len()].copy_from_slice(piece);
-                digest = (digest ^ u64::from_le_bytes(lane)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+                digest =
+                    (digest ^ u64::from_le_bytes(lane)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
             }
         }
         digest
@@ -269,7 +277,11 @@ mod tests {
                     let address = cache.block_address(region, block) + index as u64;
                     let byte = cache.memory.read(address, 1).unwrap()[0];
                     cache.memory.write(address, &[byte ^ 1]).unwrap();
-                    assert_ne!(digest(&cache, &[1, 2], 8), clean, "region {region} block {block} byte {index}");
+                    assert_ne!(
+                        digest(&cache, &[1, 2], 8),
+                        clean,
+                        "region {region} block {block} byte {index}"
+                    );
                     cache.memory.write(address, &[byte]).unwrap();
                 }
             }

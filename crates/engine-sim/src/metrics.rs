@@ -7,8 +7,7 @@ use std::fmt::Write as _;
 use kv_connector::stats::Stats;
 
 const XFER_BUCKETS: [f64; 12] = [0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0];
-const POST_BUCKETS: [f64; 13] =
-    [0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0];
+const POST_BUCKETS: [f64; 13] = [0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0];
 const BYTES_BUCKETS: [f64; 12] = [
     2048.0,
     8192.0,
@@ -246,7 +245,11 @@ impl Metrics {
             "External prefix cache hits, in terms of number of cached tokens.",
             self.external_tokens,
         );
-        page.counter("vllm:num_preemptions_total", "Cumulative number of preemption from the engine.", self.preemptions);
+        page.counter(
+            "vllm:num_preemptions_total",
+            "Cumulative number of preemption from the engine.",
+            self.preemptions,
+        );
         let prompt = self.computed_tokens + self.local_hit_tokens + self.external_tokens;
         page.counter("vllm:prompt_tokens_total", "Number of prefill tokens processed.", prompt);
         page.head("vllm:prompt_tokens_by_source_total", "Number of prompt tokens by source.", "counter");
@@ -255,14 +258,22 @@ impl Metrics {
             ("local_cache_hit", self.local_hit_tokens),
             ("external_kv_transfer", self.external_tokens),
         ] {
-            page.labelled("vllm:prompt_tokens_by_source_total", &format!("source=\"{source}\""), count as f64);
+            page.labelled(
+                "vllm:prompt_tokens_by_source_total",
+                &format!("source=\"{source}\""),
+                count as f64,
+            );
         }
         page.counter(
             "vllm:prompt_tokens_cached_total",
             "Number of cached prompt tokens (local + external).",
             self.local_hit_tokens + self.external_tokens,
         );
-        page.counter("vllm:generation_tokens_total", "Number of generation tokens processed.", self.generation_tokens);
+        page.counter(
+            "vllm:generation_tokens_total",
+            "Number of generation tokens processed.",
+            self.generation_tokens,
+        );
     }
 
     fn render_outcomes(&self, page: &mut Page<'_>) {
@@ -378,7 +389,9 @@ mod tests {
         metrics.add_transfers(&stats);
         let page = metrics.render("sim", Gauges::default(), true);
         assert!(page.contains("vllm:nixl_xfer_time_seconds_count{engine=\"0\",model_name=\"sim\"} 1.0\n"));
-        assert!(page.contains("vllm:nixl_bytes_transferred_sum{engine=\"0\",model_name=\"sim\"} 3.2768e+06\n"));
+        assert!(
+            page.contains("vllm:nixl_bytes_transferred_sum{engine=\"0\",model_name=\"sim\"} 3.2768e+06\n")
+        );
         assert_eq!(metrics.pulls(), 1);
     }
 }

@@ -120,8 +120,10 @@ mod tests {
     #[test]
     fn template_separates_messages() {
         let one = chat_template(&[json!({"role":"user","content":"ab"})], None);
-        let two =
-            chat_template(&[json!({"role":"user","content":"a"}), json!({"role":"user","content":"b"})], None);
+        let two = chat_template(
+            &[json!({"role":"user","content":"a"}), json!({"role":"user","content":"b"})],
+            None,
+        );
         assert_eq!(one, vec![BOS, ROLE_USER, 97, 98, END_OF_TURN, ROLE_ASSISTANT]);
         assert_ne!(one, two);
     }

@@ -53,10 +53,12 @@ impl Core {
         exchange: &Exchange,
         body: Bytes,
     ) -> Result<Response<RelayBody>, ProxyError> {
-        let mut tally = Tally::new(Arc::clone(&self.metrics), endpoint);
+        let tally = Tally::new(Arc::clone(&self.metrics), endpoint);
         let served = self.two_legs(endpoint, exchange, body).await;
         match served {
-            Ok((answer, guards)) => Ok(self.relay(answer, guards, endpoint, tally).await?),
+            Ok((answer, guards)) => {
+                self.relay(answer, Guards { tally: Some(tally), ..guards }, endpoint).await
+            }
             Err(Stopped::Answer(response)) => {
                 tally.ended(Outcome::of_status(response.status().as_u16()));
                 Ok(response)
@@ -139,7 +141,7 @@ impl Core {
             Err(refused) => {
                 peer.failed(&format!("hand-off {}", refused.refusal.label()), false);
                 if let Some(unused) = refused.unused {
-                    drop(Lease::open(self, unused, &peer, request, &exchange.request_id));
+                    drop(Lease::open(self, *unused, &peer, request, &exchange.request_id));
                 }
                 self.without_hand_off(refused.refusal, &exchange.request_id)
             }
@@ -233,13 +235,11 @@ impl Core {
         answer: Response<Incoming>,
         mut guards: Guards,
         endpoint: Endpoint,
-        mut tally: Tally,
     ) -> Result<Response<RelayBody>, ProxyError> {
         let (mut head, body) = answer.into_parts();
         response_headers(&mut head.headers);
         if !is_type(&head.headers, b"application/json") {
             let events = is_type(&head.headers, b"text/event-stream").then_some(endpoint);
-            guards.tally = Some(tally);
             let body = RelayBody::live(body, guards, events, self.upstream.idle());
             return Ok(Response::from_parts(head, body));
         }
@@ -247,18 +247,15 @@ impl Core {
         let whole = match self.upstream.collect(Stage::Decode, body, limit).await {
             Ok(whole) => whole,
             Err(failure) => {
-                if let Some(lease) = &mut guards.lease {
-                    lease.refused();
-                }
-                tally.ended(Outcome::EngineError);
+                guards.broke();
                 return Err(self.engine_failed(&guards.in_flight.peer, failure));
             }
         };
         if let Some(since) = guards.handed_over {
             self.metrics.hand_over_took(since.elapsed().as_secs_f64());
         }
-        tally.ended(Outcome::of_status(head.status.as_u16()));
-        Ok(Response::from_parts(head, RelayBody::whole(answer_without_hand_off(whole), Some(tally))))
+        let tally = guards.tally.map(|tally| tally.ended(Outcome::of_status(head.status.as_u16())));
+        Ok(Response::from_parts(head, RelayBody::whole(answer_without_hand_off(whole), tally)))
     }
 
     /// Forwards a request that has no prefill leg to a decode engine as it is.
@@ -285,13 +282,9 @@ impl Core {
             .send(leg, self.settings.timeouts.decode_head)
             .await
             .map_err(|failure| self.engine_failed(&peer, failure))?;
-        let (mut head, body) = answer.into_parts();
-        response_headers(&mut head.headers);
         let metrics = Arc::clone(&self.metrics);
         let guards = Guards { in_flight, lease: None, tally: None, metrics, handed_over: None };
-        let events = is_type(&head.headers, b"text/event-stream").then_some(Endpoint::Completions);
-        let body = RelayBody::live(body, guards, events, self.upstream.idle());
-        Ok(Response::from_parts(head, body))
+        self.relay(answer, guards, Endpoint::Completions).await
     }
 
     fn engine_failed(&self, peer: &Peer, failure: UpstreamFailure) -> ProxyError {

@@ -26,7 +26,7 @@ pub(crate) struct HandedOff {
 pub(crate) struct Refused {
     pub(crate) refusal: HandOffRefusal,
     /// The hand-off itself where it can be read, so that its blocks can be freed.
-    pub(crate) unused: Option<HandedOff>,
+    pub(crate) unused: Option<Box<HandedOff>>,
 }
 
 impl From<HandOffRefusal> for Refused {
@@ -62,7 +62,7 @@ pub(crate) fn accept(answer: &Bytes, prefill: &Peer, same_host: bool) -> Result<
     };
     match misfit(&answer, covered) {
         None => Ok(handed_off),
-        Some(refusal) => Err(Refused { refusal, unused: Some(handed_off) }),
+        Some(refusal) => Err(Refused { refusal, unused: Some(Box::new(handed_off)) }),
     }
 }
 

@@ -30,7 +30,7 @@ const NO_SUCH_MODEL: &str = "kvbaton/release-by-rejection";
 /// One granted hand-off, from P's answer until a decode engine has read it.
 pub(crate) struct Lease {
     /// Taken only by the drop that hands it to the release task.
-    hold: Option<Hold>,
+    hold: Option<Box<Hold>>,
     taken: bool,
 }
 
@@ -66,7 +66,7 @@ impl Lease {
             blocks: hand_off.blocks,
             lease: lasts,
         });
-        let hold = Hold {
+        let hold = Box::new(Hold {
             core: Arc::clone(core),
             key,
             hand_off,
@@ -75,7 +75,7 @@ impl Lease {
             decode: None,
             granted: Instant::now(),
             lasts,
-        };
+        });
         Self { hold: Some(hold), taken: false }
     }
 

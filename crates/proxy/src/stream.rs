@@ -38,8 +38,10 @@ impl Tally {
         Self { metrics, endpoint, outcome: Outcome::Abandoned }
     }
 
-    pub(crate) fn ended(&mut self, outcome: Outcome) {
+    /// How the request ended; counted when the tally is dropped.
+    pub(crate) fn ended(mut self, outcome: Outcome) -> Self {
         self.outcome = outcome;
+        self
     }
 }
 
@@ -57,6 +59,22 @@ pub(crate) struct Guards {
     pub(crate) metrics: Arc<Metrics>,
     /// When the prefill answer came, until the first byte of this one.
     pub(crate) handed_over: Option<Instant>,
+}
+
+impl Guards {
+    /// The answer is whole as far as the client is concerned.
+    fn served(&mut self) {
+        self.lease = None;
+        self.tally = self.tally.take().map(|tally| tally.ended(Outcome::Served));
+    }
+
+    /// The answer cannot be completed: the blocks may be unread, and the engine is to blame.
+    pub(crate) fn broke(&mut self) {
+        if let Some(lease) = &mut self.lease {
+            lease.refused();
+        }
+        self.tally = self.tally.take().map(|tally| tally.ended(Outcome::EngineError));
+    }
 }
 
 /// A response body on its way to the client.
@@ -131,7 +149,7 @@ impl Body for RelayBody {
                 return Poll::Ready(Some(Ok(frame)));
             }
             Poll::Ready(None) => {
-                live.ended();
+                live.guards.served();
                 self.0 = Kind::Ended;
                 return Poll::Ready(None);
             }
@@ -191,29 +209,17 @@ impl Live {
         }
     }
 
-    fn ended(&mut self) {
-        self.guards.lease = None;
-        if let Some(tally) = &mut self.guards.tally {
-            tally.ended(Outcome::Served);
-        }
-    }
-
     fn broke(&mut self, broken: Broken) -> Option<Result<Frame<Bytes>, RelayError>> {
         if self.events.as_ref().is_some_and(Events::is_done) {
             // The client has its whole answer; only the connection ended badly.
-            self.ended();
+            self.guards.served();
             return None;
         }
         let failure = UpstreamFailure { stage: Stage::Decode, broken, progress: Progress::Answering };
         self.guards.metrics.upstream_failed(failure);
         self.guards.metrics.stream_broken();
         self.guards.in_flight.peer.failed(broken.label(), false);
-        if let Some(lease) = &mut self.guards.lease {
-            lease.refused();
-        }
-        if let Some(tally) = &mut self.guards.tally {
-            tally.ended(Outcome::EngineError);
-        }
+        self.guards.broke();
         tracing::warn!(
             peer = %self.guards.in_flight.peer.id,
             kind = broken.label(),

@@ -24,16 +24,12 @@ async fn without_a_token_only_this_host_is_let_in() {
     let surface = Surface::new();
     for (method, path) in guarded() {
         for address in ["10.0.0.9:40000", "[::ffff:10.0.0.9]:40000", "[2001:db8::1]:40000"] {
-            expect_not_local(&surface.ask(Ask::new(method.clone(), &path).from_address(address)).await);
+            expect_not_local(&surface.ask(Ask::new(method.clone(), &path).sent_from(address)).await);
         }
-        expect_not_local(&surface.ask(Ask::new(method.clone(), &path).from_nowhere()).await);
+        expect_not_local(&surface.ask(Ask::new(method.clone(), &path).sent_from_nowhere()).await);
     }
     for address in ["127.0.0.1:40000", "127.8.9.10:40000", "[::1]:40000", "[::ffff:127.0.0.1]:40000"] {
-        assert_eq!(
-            surface.ask(Ask::get("/admin/peers").from_address(address)).await.status,
-            200,
-            "{address}"
-        );
+        assert_eq!(surface.ask(Ask::get("/admin/peers").sent_from(address)).await.status, 200, "{address}");
     }
 }
 
@@ -76,11 +72,11 @@ async fn with_a_token_everybody_needs_it() {
     }
     for address in ["127.0.0.1:40000", "10.0.0.9:40000"] {
         let ask = Ask::get("/admin/peers").header("authorization", &format!("bearer {TOKEN}"));
-        let answer = surface.ask(ask.from_address(address).header("x-forwarded-for", "10.0.0.1")).await;
+        let answer = surface.ask(ask.sent_from(address).header("x-forwarded-for", "10.0.0.1")).await;
         assert_eq!(answer.status, 200, "{address}");
         assert_eq!(answer.header("cache-control"), "no-store");
     }
-    assert_eq!(surface.ask(Ask::get("/livez").from_address("10.0.0.9:1")).await.status, 200);
+    assert_eq!(surface.ask(Ask::get("/livez").sent_from("10.0.0.9:1")).await.status, 200);
 }
 
 #[tokio::test]

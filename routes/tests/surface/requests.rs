@@ -112,6 +112,21 @@ async fn unknown_paths_and_engines_own_controls_are_404() {
 }
 
 #[tokio::test]
+async fn a_request_about_no_path_is_a_404() {
+    let answer = Surface::new().ask(Ask::new(http::Method::OPTIONS, "*")).await;
+    answer.expect_error(404, "not_found_error", None, "unknown_endpoint");
+}
+
+#[tokio::test]
+async fn head_is_answered_without_a_body_where_get_is() {
+    let surface = Surface::new();
+    for (path, status) in [("/livez", 200), ("/readyz", 503), ("/v1/models", 200)] {
+        let answer = surface.ask(Ask::new(http::Method::HEAD, path)).await;
+        assert_eq!((answer.status.as_u16(), answer.body.len()), (status, 0), "{path}");
+    }
+}
+
+#[tokio::test]
 async fn the_clients_request_id_comes_back_and_an_unusable_one_is_replaced() {
     let surface = Surface::new();
     for path in ["/livez", "/nowhere", "/v1/models"] {
@@ -146,14 +161,14 @@ async fn models_of_an_empty_fleet_are_an_empty_list() {
 #[tokio::test]
 async fn health_says_what_is_the_case() {
     let surface = Surface::new();
-    let live = surface.ask(Ask::get("/livez").from_address("10.0.0.9:1")).await;
+    let live = surface.ask(Ask::get("/livez").sent_from("10.0.0.9:1")).await;
     assert_eq!((live.status.as_u16(), live.json()), (200, serde_json::json!({"status": "ok"})));
-    let ready = surface.ask(Ask::get("/readyz").from_address("10.0.0.9:1")).await;
+    let ready = surface.ask(Ask::get("/readyz").sent_from("10.0.0.9:1")).await;
     assert_eq!(ready.status, 503);
     let counts =
         serde_json::json!({"ready": false, "prefill_ready": 0, "decode_ready": 0, "draining": false});
     assert_eq!(ready.json(), counts);
-    let metrics = surface.ask(Ask::get("/metrics").from_address("10.0.0.9:1")).await;
+    let metrics = surface.ask(Ask::get("/metrics").sent_from("10.0.0.9:1")).await;
     assert_eq!(metrics.status, 200);
     assert_eq!(metrics.header("content-type"), kvbaton_proxy::METRICS_CONTENT_TYPE);
     let text = String::from_utf8(metrics.body.to_vec()).unwrap();

@@ -61,7 +61,7 @@ pub(crate) struct Ask {
 impl Ask {
     pub(crate) fn new(method: Method, path: &str) -> Self {
         let request = Request::builder().method(method).uri(path).body(Body::empty()).unwrap();
-        Self { request }.from_address("127.0.0.1:40000")
+        Self { request }.sent_from("127.0.0.1:40000")
     }
 
     pub(crate) fn get(path: &str) -> Self {
@@ -72,13 +72,13 @@ impl Ask {
         Self::new(Method::POST, path)
     }
 
-    pub(crate) fn from_address(mut self, address: &str) -> Self {
+    pub(crate) fn sent_from(mut self, address: &str) -> Self {
         let address: SocketAddr = address.parse().unwrap();
         self.request.extensions_mut().insert(ConnectInfo(address));
         self
     }
 
-    pub(crate) fn from_nowhere(mut self) -> Self {
+    pub(crate) fn sent_from_nowhere(mut self) -> Self {
         self.request.extensions_mut().remove::<ConnectInfo<SocketAddr>>();
         self
     }

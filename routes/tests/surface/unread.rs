@@ -1,6 +1,7 @@
 //! Bodies that nobody reads, over a real connection.
 
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -17,7 +18,7 @@ async fn with_connection<F: Future<Output = ()>>(client: impl FnOnce(TcpStream) 
     let talk = async { client(TcpStream::connect(address).await.unwrap()).await };
     tokio::select! {
         ended = serve => panic!("the server ended: {ended:?}"),
-        () = talk => {}
+        in_time = tokio::time::timeout(Duration::from_secs(20), talk) => in_time.unwrap(),
     }
 }
 
@@ -33,7 +34,8 @@ async fn read_until(stream: &mut TcpStream, end: &str) -> String {
     text
 }
 
-const END: &str = "\r\n0\r\n\r\n";
+/// The last chunk.
+const END: &str = "0\r\n\r\n";
 
 #[tokio::test]
 async fn a_refused_upload_leaves_the_connection_usable() {

@@ -50,7 +50,9 @@ impl HandOff {
     /// # Errors
     /// The first defect in the order flags, remote fields, sizes, optional fields.
     pub fn parse(json: &[u8]) -> Result<Self, HandOffDefect> {
-        let raw = match serde_json::from_slice(json).map_err(|_| HandOffDefect::NotJson)? {
+        // Skipped values are not checked for UTF-8 by the parser, yet they travel on.
+        let text = std::str::from_utf8(json).map_err(|_| HandOffDefect::NotJson)?;
+        let raw = match serde_json::from_str(text).map_err(|_| HandOffDefect::NotJson)? {
             RawValue::Null => return Err(HandOffDefect::Null),
             RawValue::Other => return Err(HandOffDefect::NotAnObject),
             RawValue::Object(raw) => *raw,

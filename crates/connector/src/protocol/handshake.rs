@@ -135,7 +135,7 @@ pub fn encode_clock(seconds: f64) -> Vec<u8> {
 /// Reads the clock frame of a v14 reply.
 ///
 /// # Errors
-/// Anything but one float.
+/// Anything but one number.
 pub fn decode_clock(bytes: &[u8]) -> Result<f64, DecodeError> {
     let mut reader = Reader::new(bytes);
     let seconds = reader.float("clock")?;

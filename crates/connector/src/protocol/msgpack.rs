@@ -253,9 +253,11 @@ impl<'a> Reader<'a> {
         }
     }
 
+    /// A number; an integer will do.
     pub(crate) fn float(&mut self, field: &'static str) -> Result<f64, DecodeError> {
         match self.value()? {
             Value::Float(value) => Ok(value),
+            Value::Int(value) => Ok(value as f64),
             other => Err(other.mismatch(field, "float")),
         }
     }
@@ -346,6 +348,7 @@ impl Writer {
         self.bytes.push(0xc0);
     }
 
+    /// A number; an integer will do.
     pub(crate) fn float(&mut self, value: f64) {
         self.bytes.push(0xcb);
         self.bytes.extend(value.to_be_bytes());

@@ -333,3 +333,6 @@ fn number_or_decimal<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Prese
         ),
     })
 }
+
+#[cfg(test)]
+mod tests;

@@ -7,13 +7,16 @@ fn ratios_ranks_and_consumers_equal_vllm() {
     let cases = list(&vectors["topology_v14"]);
     assert_eq!(cases.len(), 37);
     for case in cases {
-        let number = |key: &str| u32::try_from(case[key].as_u64().unwrap()).unwrap();
-        let (local, remote, rank) = (number("local_tp"), number("remote_tp"), number("local_rank"));
-        assert_eq!(tp_ratio(local, remote), Ok(case["tp_ratio"].as_i64().unwrap()), "{case}");
-        let ranks: Vec<u64> = list(&case["handshake_ranks"]).iter().map(|r| r.as_u64().unwrap()).collect();
-        let ours: Vec<u64> =
-            handshake_ranks(rank, local, remote).unwrap().into_iter().map(u64::from).collect();
-        assert_eq!(ours, ranks, "{case}");
+        let number = |key: &str| case[key].as_u64().map_or(1, |n| u32::try_from(n).unwrap());
+        let local = ParallelSizes { tp: number("local_tp"), dcp: number("local_dcp") };
+        let remote = ParallelSizes { tp: number("remote_tp"), dcp: number("remote_dcp") };
+        if let Some(ratio) = case["tp_ratio"].as_i64() {
+            assert_eq!(tp_ratio(local.tp, remote.tp), Ok(ratio), "{case}");
+        }
+        let rank = u32::try_from(case["local_rank"].as_u64().unwrap()).unwrap();
+        let expected: Vec<u64> = list(&case["handshake_ranks"]).iter().map(|r| r.as_u64().unwrap()).collect();
+        let ranks = handshake_ranks(rank, local, remote).unwrap();
+        assert_eq!(ranks.into_iter().map(u64::from).collect::<Vec<_>>(), expected, "{case}");
         assert_eq!(consumers(local, remote), Ok(number("expected_consumers")), "{case}");
     }
 }

@@ -33,7 +33,10 @@ impl Core {
         let end = start + tokens;
         self.kv.compute(&request.blocks, start, &request.tokens[start..end])?;
         request.computed = end;
-        if end >= request.prompt_len && start < request.prompt_len && request.corrupt == Some(Corrupt::Written) {
+        if end >= request.prompt_len
+            && start < request.prompt_len
+            && request.corrupt == Some(Corrupt::Written)
+        {
             self.kv.corrupt(&request.blocks)?;
         }
         let size = self.shared.config.block_size;

@@ -250,7 +250,8 @@ impl Envelope<'_> {
         if newest == 0 && self.request.echo {
             return self.whole_logprobs(prompt, sequence);
         }
-        let entropies: Vec<Option<u64>> = sequence.entropies[newest..].iter().map(|entropy| Some(*entropy)).collect();
+        let entropies: Vec<Option<u64>> =
+            sequence.entropies[newest..].iter().map(|entropy| Some(*entropy)).collect();
         completion_logprobs(&sequence.tokens[newest..], &entropies, top, offset)
     }
 

@@ -54,7 +54,9 @@ struct HandoffCleanup {
 impl HandoffCleanup {
     fn new(shared: &Arc<Shared>, transfer: &Transfer) -> Self {
         let params = match transfer {
-            Transfer::Params(params) if params.do_remote_prefill && shared.config.is_v14() => Some(params.clone()),
+            Transfer::Params(params) if params.do_remote_prefill && shared.config.is_v14() => {
+                Some(params.clone())
+            }
             _ => None,
         };
         Self { shared: Arc::clone(shared), params }

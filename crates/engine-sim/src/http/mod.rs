@@ -68,11 +68,8 @@ async fn log_and_decorate(State(shared): State<Arc<Shared>>, request: Request, n
             body: body.clone(),
         });
     }
-    let request_id = parts
-        .headers
-        .get(REQUEST_ID)
-        .cloned()
-        .or_else(|| HeaderValue::from_str(&random_hex(16)).ok());
+    let request_id =
+        parts.headers.get(REQUEST_ID).cloned().or_else(|| HeaderValue::from_str(&random_hex(16)).ok());
     let mut response = next.run(Request::from_parts(parts, Body::from(body))).await;
     let headers = response.headers_mut();
     headers.insert(header::SERVER, HeaderValue::from_static("uvicorn"));

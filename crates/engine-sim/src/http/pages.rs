@@ -70,7 +70,8 @@ pub(super) async fn tokenize(State(shared): State<Arc<Shared>>, body: Bytes) -> 
 /// A short vector that depends on nothing but the text.
 pub(super) async fn embeddings(State(shared): State<Arc<Shared>>, body: Bytes) -> Response {
     let Ok(request) = serde_json::from_slice::<Value>(&body) else {
-        let rejection = Rejection::schema_error("json_invalid", "body.0", "JSON decode error", "'<dict of 0 items>'", "");
+        let rejection =
+            Rejection::schema_error("json_invalid", "body.0", "JSON decode error", "'<dict of 0 items>'", "");
         return rejection.response();
     };
     let texts: Vec<&str> = match &request["input"] {

@@ -9,8 +9,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 /// vLLM's message for a request that meets a dead engine core.
-const DEAD_ENGINE: &str =
-    "EngineCore encountered an issue. See stack trace (above) for the root cause.";
+const DEAD_ENGINE: &str = "EngineCore encountered an issue. See stack trace (above) for the root cause.";
 
 /// Why a request is refused, as it is shown to the client.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,7 +63,13 @@ impl Rejection {
     }
 
     /// One field that the schema refuses, rendered as the framework does.
-    pub(crate) fn schema_error(kind: &str, location: &str, message: &str, input: &str, context: &str) -> Self {
+    pub(crate) fn schema_error(
+        kind: &str,
+        location: &str,
+        message: &str,
+        input: &str,
+        context: &str,
+    ) -> Self {
         let text = format!(
             "1 validation error:\n  {{'type': '{kind}', 'loc': '{location}', 'msg': '{message}', 'input': {input}{context}}}"
         );

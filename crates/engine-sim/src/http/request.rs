@@ -158,8 +158,10 @@ impl GenerationRequest {
             return Err(Rejection::bad_value(message, None));
         }
         if self.min_tokens > max_tokens {
-            let message =
-                format!("min_tokens must be less than or equal to max_tokens={max_tokens}, got {}.", self.min_tokens);
+            let message = format!(
+                "min_tokens must be less than or equal to max_tokens={max_tokens}, got {}.",
+                self.min_tokens
+            );
             return Err(Rejection::bad_value(message, None));
         }
         if self.stop.iter().any(String::is_empty) {
@@ -199,7 +201,8 @@ fn check_length(prompt: &Prompt, max_model_len: usize) -> Result<(), Rejection> 
 }
 
 fn invalid_json(body: &[u8], error: &serde_json::Error) -> Rejection {
-    let before: usize = body.split(|byte| *byte == b'\n').take(error.line().saturating_sub(1)).map(|l| l.len() + 1).sum();
+    let before: usize =
+        body.split(|byte| *byte == b'\n').take(error.line().saturating_sub(1)).map(|l| l.len() + 1).sum();
     let position = before + error.column().saturating_sub(1);
     Rejection::schema_error(
         "json_invalid",
@@ -290,10 +293,7 @@ fn token_list(fields: &Fields<'_>, name: &str) -> Result<Vec<Token>, Rejection> 
 }
 
 fn token_id(name: &str, value: &Value) -> Result<Token, Rejection> {
-    value
-        .as_u64()
-        .and_then(|id| Token::try_from(id).ok())
-        .ok_or_else(|| integer_error(name, value))
+    value.as_u64().and_then(|id| Token::try_from(id).ok()).ok_or_else(|| integer_error(name, value))
 }
 
 fn integer_error(name: &str, value: &Value) -> Rejection {
@@ -311,8 +311,12 @@ fn integer_error(name: &str, value: &Value) -> Rejection {
 
 fn completion_prompts(fields: &Fields<'_>) -> Result<Vec<Prompt>, Rejection> {
     let empty = || {
-        Rejection::bad_parameter("Either prompt or prompt_embeds must be provided and non-empty.", "prompt", None)
-            .from_schema()
+        Rejection::bad_parameter(
+            "Either prompt or prompt_embeds must be provided and non-empty.",
+            "prompt",
+            None,
+        )
+        .from_schema()
     };
     match fields.get("prompt") {
         None => Err(empty()),
@@ -351,7 +355,9 @@ fn chat_prompt(fields: &Fields<'_>) -> Result<Prompt, Rejection> {
     match fields.get("messages") {
         None => Err(fields.missing("messages")),
         Some(Value::Array(messages)) => {
-            if let Some(bad) = messages.iter().position(|message| !message.get("role").is_some_and(Value::is_string)) {
+            if let Some(bad) =
+                messages.iter().position(|message| !message.get("role").is_some_and(Value::is_string))
+            {
                 let location = format!("body.messages.{bad}.role");
                 let input = python_input(&messages[bad]);
                 return Err(Rejection::schema_error("missing", &location, "Field required", &input, ""));

@@ -70,11 +70,17 @@ impl Sequence {
             self.params = finish.params;
             self.ending = Some(match finish.reason {
                 FinishReason::Length => Ending { reason: "length", stop_reason: Value::Null },
-                FinishReason::Stop(token) => Ending { reason: "stop", stop_reason: token.map_or(Value::Null, Value::from) },
+                FinishReason::Stop(token) => {
+                    Ending { reason: "stop", stop_reason: token.map_or(Value::Null, Value::from) }
+                }
             });
         }
         self.match_stop_strings();
-        let end = if self.ending.is_some() { self.text.len() } else { self.text.len().saturating_sub(self.held_back()) };
+        let end = if self.ending.is_some() {
+            self.text.len()
+        } else {
+            self.text.len().saturating_sub(self.held_back())
+        };
         let piece = self.text.get(self.shown..end).unwrap_or_default().to_owned();
         self.shown = self.shown.max(end);
         piece
@@ -139,7 +145,12 @@ pub(crate) fn prompt_entropies(prompt: &[Token]) -> Vec<Option<u64>> {
 }
 
 /// Log probabilities in the completions endpoint's shape.
-pub(crate) fn completion_logprobs(tokens: &[Token], entropies: &[Option<u64>], top: i64, offset: usize) -> Value {
+pub(crate) fn completion_logprobs(
+    tokens: &[Token],
+    entropies: &[Option<u64>],
+    top: i64,
+    offset: usize,
+) -> Value {
     let pieces: Vec<String> = tokens.iter().map(|token| tokens::piece(*token)).collect();
     let mut offsets = Vec::with_capacity(pieces.len());
     let mut at = offset;
@@ -174,7 +185,10 @@ pub(crate) fn chat_logprobs(tokens: &[Token], entropies: &[u64], top: i64) -> Va
         .map(|(token, entropy)| {
             let mut main = entry(*token, logprob(*entropy));
             let tops: Vec<Value> = if top > 0 {
-                candidates(*token, *entropy, top).into_iter().map(|(token, value)| entry(token, value)).collect()
+                candidates(*token, *entropy, top)
+                    .into_iter()
+                    .map(|(token, value)| entry(token, value))
+                    .collect()
             } else {
                 Vec::new()
             };

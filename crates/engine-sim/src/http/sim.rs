@@ -69,7 +69,10 @@ pub(super) async fn set_faults(State(shared): State<Arc<Shared>>, body: Bytes) -
     let order: FaultOrder = match serde_json::from_slice(&body) {
         Ok(order) => order,
         Err(error) => {
-            return json_response(StatusCode::BAD_REQUEST, json!({ "detail": error.to_string() }).to_string());
+            return json_response(
+                StatusCode::BAD_REQUEST,
+                json!({ "detail": error.to_string() }).to_string(),
+            );
         }
     };
     if order.clear {

@@ -7,8 +7,8 @@ use reqwest::Client;
 use serde_json::{Value, json};
 
 use crate::support::{
-    chat, completion, config, eventually, events, long_prompt, post, send, set, start, stats_when, streamed_text,
-    text_of,
+    chat, completion, config, events, eventually, long_prompt, post, send, set, start, stats_when,
+    streamed_text, text_of,
 };
 
 #[tokio::test]
@@ -51,7 +51,9 @@ async fn small_batches_and_eviction_do_not_change_the_text() {
     let bodies: Vec<Value> = (0..12).map(|n| completion(&long_prompt(&format!("t{n}"))[..200], 60)).collect();
     let ask = |engine| {
         let client = &client;
-        futures_util::future::join_all(bodies.iter().map(move |body| post(client, engine, "/v1/completions", body)))
+        futures_util::future::join_all(
+            bodies.iter().map(move |body| post(client, engine, "/v1/completions", body)),
+        )
     };
     let (expected, got) = (ask(&roomy).await, ask(&tight).await);
     for (one, other) in expected.iter().zip(&got) {
@@ -63,10 +65,12 @@ async fn small_batches_and_eviction_do_not_change_the_text() {
 #[tokio::test]
 async fn stream_says_the_same() {
     let (client, engine) = (Client::new(), start(config(Generation::V14)).await);
-    for (path, body) in [("/v1/completions", completion("tell me", 12)), ("/v1/chat/completions", chat("tell me", 12))]
+    for (path, body) in
+        [("/v1/completions", completion("tell me", 12)), ("/v1/chat/completions", chat("tell me", 12))]
     {
         let (_, whole) = post(&client, &engine, path, &body).await;
-        let streamed = send(&client, &engine, path, &set(&body, json!({"stream": true}))).await.text().await.unwrap();
+        let streamed =
+            send(&client, &engine, path, &set(&body, json!({"stream": true}))).await.text().await.unwrap();
         assert_eq!(streamed_text(&events(&streamed)), text_of(&whole));
     }
 }
@@ -107,7 +111,10 @@ async fn end_of_sequence_obeys_ignore_and_minimum() {
     let ask = async |extra: Value| {
         let (_, answer) = post(&client, &engine, "/v1/completions", &set(&completion("go", 5), extra)).await;
         let choice = &answer["choices"][0];
-        (answer["usage"]["completion_tokens"].as_u64().unwrap(), choice["finish_reason"].as_str().unwrap().to_owned())
+        (
+            answer["usage"]["completion_tokens"].as_u64().unwrap(),
+            choice["finish_reason"].as_str().unwrap().to_owned(),
+        )
     };
     assert_eq!(ask(json!({})).await, (1, "stop".to_owned()));
     assert_eq!(ask(json!({"min_tokens": 3})).await, (4, "stop".to_owned()));
@@ -150,7 +157,13 @@ async fn several_choices_differ_and_are_repeatable() {
 async fn prompts_come_as_text_ids_or_lists() {
     let (client, engine) = (Client::new(), start(config(Generation::V14)).await);
     let ask = async |prompt: Value| {
-        let (_, answer) = post(&client, &engine, "/v1/completions", &json!({"prompt": prompt, "max_tokens": 8, "temperature": 0})).await;
+        let (_, answer) = post(
+            &client,
+            &engine,
+            "/v1/completions",
+            &json!({"prompt": prompt, "max_tokens": 8, "temperature": 0}),
+        )
+        .await;
         answer
     };
     let text = text_of(&ask(json!("hi")).await);
@@ -196,7 +209,8 @@ async fn client_that_leaves_frees_the_blocks() {
             }
         });
         pending.await.unwrap();
-        stats_when(&engine, "the request is aborted", |stats| stats.running == 0 && stats.blocks_held == 0).await;
+        stats_when(&engine, "the request is aborted", |stats| stats.running == 0 && stats.blocks_held == 0)
+            .await;
     }
     assert_eq!(engine.stats().aborted, 2);
 }

@@ -84,16 +84,10 @@ impl Pair {
     ) -> Self {
         let tracker = TaskTracker::new();
         let registry = Registry::start(&tracker).await;
-        let mut p = EngineConfig {
-            role: Role::Prefill,
-            registry: Some(registry.url.clone()),
-            ..config(generation)
-        };
-        let mut d = EngineConfig {
-            role: Role::Decode,
-            load_failure_policy: LoadFailurePolicy::Fail,
-            ..p.clone()
-        };
+        let mut p =
+            EngineConfig { role: Role::Prefill, registry: Some(registry.url.clone()), ..config(generation) };
+        let mut d =
+            EngineConfig { role: Role::Decode, load_failure_policy: LoadFailurePolicy::Fail, ..p.clone() };
         tune_p(&mut p);
         tune_d(&mut d);
         let (p, d) = (start(p).await, start(d).await);
@@ -120,6 +114,13 @@ impl Pair {
     /// Puts both engines in touch, so that later notifications need no handshake.
     pub(crate) async fn introduce(&self) {
         self.relay("/v1/completions", &completion("hello, peer", 1)).await;
+        self.settled(&self.p).await;
+    }
+
+    /// The same for a prefill engine that must be nudged to look.
+    pub(crate) async fn introduce_blind(&self) {
+        self.relay("/v1/completions", &completion("hello, peer", 1)).await;
+        post(&self.client, &self.p, "/v1/completions", &completion("nudge", 2)).await;
         self.settled(&self.p).await;
     }
 
@@ -211,7 +212,11 @@ pub(crate) async fn eventually(what: &str, condition: impl Fn() -> bool) {
     assert!(waited.await.is_ok(), "never happened: {what}");
 }
 
-pub(crate) async fn stats_when(engine: &Engine, what: &str, condition: impl Fn(&EngineStats) -> bool) -> EngineStats {
+pub(crate) async fn stats_when(
+    engine: &Engine,
+    what: &str,
+    condition: impl Fn(&EngineStats) -> bool,
+) -> EngineStats {
     eventually(what, || condition(&engine.stats())).await;
     engine.stats()
 }

@@ -1,0 +1,270 @@
+//! A hand-off with a defect kills a decode engine: none may reach one, and none is silent.
+
+use std::time::Duration;
+
+use engine_sim::{ArmedFault, EngineConfig, Fault, Generation, Leg};
+use kvbaton::config::Config;
+use kvbaton_proxy::OnMissing;
+use serde_json::{Value, json};
+
+use crate::support::{
+    CHAT, COMPLETIONS, Cluster, PROMPT, chat, completion, generations, parse, single_text,
+};
+
+/// A hand-off as the cluster's prefill engine makes it, but for the blocks' numbers.
+fn sound(cluster: &Cluster, generation: Generation) -> Value {
+    let blocks: Vec<u64> = (1..=PROMPT.len().div_ceil(16) as u64).collect();
+    let mut object = json!({
+        "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [blocks],
+        "remote_engine_id": cluster.p().engine_id(), "remote_request_id": "cmpl-x-0-9ea99d2e",
+        "remote_host": "127.0.0.1", "remote_port": cluster.p().addr().port(), "tp_size": 1,
+    });
+    match generation {
+        Generation::V2 => object["remote_block_ids"] = json!(blocks),
+        Generation::V14 => {
+            let more = json!({"dcp_size": 1, "pp_size": 1, "remote_num_tokens": PROMPT.len(),
+                "remote_blocks_expiry_time": null, "transfer_mode": "pull", "remote_prefill_cached_tokens": 0});
+            object.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        }
+    }
+    object
+}
+
+/// Every defect that kills, parks or misleads a decode engine.
+fn defects(sound: &Value) -> Vec<(String, Value)> {
+    let mut cases = Vec::new();
+    let mut case = |name: String, value: Value| cases.push((name, value));
+    let with = |key: &str, value: Value| {
+        let mut object = sound.clone();
+        object[key] = value;
+        object
+    };
+    for key in ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids"] {
+        let mut object = sound.clone();
+        object.as_object_mut().unwrap().shift_remove(key);
+        case(format!("{key} missing"), object);
+        case(format!("{key} null"), with(key, Value::Null));
+        case(format!("{key} a bool"), with(key, json!(true)));
+        case(format!("{key} an object"), with(key, json!({})));
+    }
+    for key in ["remote_engine_id", "remote_request_id", "remote_host"] {
+        case(format!("{key} empty"), with(key, json!("")));
+        case(format!("{key} a number"), with(key, json!(7)));
+    }
+    for port in [json!(-1), json!(0), json!(70000), json!(1.5), json!("http")] {
+        case(format!("remote_port {port}"), with("remote_port", port));
+    }
+    for blocks in [
+        json!([]),
+        json!([[]]),
+        json!([[], []]),
+        json!("1,2"),
+        json!(5),
+        json!([["a"]]),
+        json!([[-1, 2, 3, 4, 5]]),
+        json!([[1.5, 2, 3, 4, 5]]),
+        json!([[1, null]]),
+        json!([[[[1]]]]),
+    ] {
+        case(format!("remote_block_ids {blocks}"), with("remote_block_ids", blocks));
+    }
+    case("do_remote_prefill false".into(), with("do_remote_prefill", json!(false)));
+    case("do_remote_prefill a text".into(), with("do_remote_prefill", json!("yes")));
+    case("tp_size 0".into(), with("tp_size", json!(0)));
+    case("tp_size a text".into(), with("tp_size", json!("one")));
+    case("a text".into(), json!("hand-off"));
+    case("a list".into(), json!([1]));
+    case("a number".into(), json!(1));
+    case("true".into(), json!(true));
+    case("an empty object".into(), json!({}));
+    cases
+}
+
+fn v2(config: &mut EngineConfig) {
+    config.generation = Generation::V2;
+    config.idle_trap = false;
+}
+
+async fn never_reach_decode(cluster: Cluster, generation: Generation) {
+    let expected = single_text(COMPLETIONS, &completion(PROMPT, 6)).await;
+    for (done, (name, params)) in defects(&sound(&cluster, generation)).into_iter().enumerate() {
+        let fault = Fault::HandoffOverride { params };
+        cluster.p().faults().arm(ArmedFault { fault, leg: Leg::Prefill, sticky: false });
+        let answer = cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await;
+        assert_eq!(answer.status, 200, "{name}: {answer:?}");
+        assert_eq!(answer.generated(), expected, "{name}");
+        let seen = generations(cluster.d()).pop().unwrap();
+        assert_eq!(parse(&seen.body).get("kv_transfer_params"), None, "{name}");
+        assert!(!cluster.d().stats().dead, "{name} killed the decode engine");
+        assert_eq!(cluster.relayed().await, 0.0, "{name}");
+        assert_eq!(cluster.metric("kvbaton_handoffs_total", &[]).await, done as f64 + 1.0, "{name}");
+    }
+    let sane = cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await;
+    assert_eq!(sane.generated(), expected);
+    assert_eq!(cluster.relayed().await, 1.0);
+    cluster.finish().await;
+}
+
+#[tokio::test]
+async fn no_defect_reaches_decode() {
+    let cluster = Cluster::builder().warns(&["hand-off"]).start().await;
+    never_reach_decode(cluster, Generation::V14).await;
+}
+
+#[tokio::test]
+async fn no_v2_defect_reaches_decode() {
+    let cluster = Cluster::builder().engine(v2).warns(&["hand-off"]).start().await;
+    never_reach_decode(cluster, Generation::V2).await;
+}
+
+fn fail(config: &mut Config) {
+    config.hand_off.on_missing = OnMissing::Fail;
+}
+
+#[tokio::test]
+async fn under_the_policy_fail_a_defect_is_a_502() {
+    let cluster = Cluster::builder().config(fail).warns(&["hand-off"]).start().await;
+    for (name, params) in defects(&sound(&cluster, Generation::V14)) {
+        let fault = Fault::HandoffOverride { params };
+        cluster.p().faults().arm(ArmedFault { fault, leg: Leg::Prefill, sticky: false });
+        let answer = cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await;
+        assert_eq!(answer.status, 502, "{name}: {answer:?}");
+        cluster.assert_error(&answer, 502, "bad_hand_off");
+    }
+    assert_eq!(generations(cluster.d()).len(), 0);
+    assert_eq!(cluster.relayed().await, 0.0);
+    cluster.finish().await;
+}
+
+/// One request whose prefill meets a fault; the decode engine must do all by itself and be right.
+async fn decode_alone(cluster: &Cluster, fault: Fault, result: &str) {
+    for (path, body) in [(COMPLETIONS, completion(PROMPT, 6)), (CHAT, chat(PROMPT, 6))] {
+        cluster.p().faults().arm(ArmedFault { fault: fault.clone(), leg: Leg::Prefill, sticky: false });
+        assert_eq!(cluster.post(path, &body).await.generated(), single_text(path, &body).await);
+    }
+    let stats = cluster.d().stats();
+    assert_eq!((stats.decode_requests, stats.kv_pulls, stats.dead), (0, 0, false));
+    assert_eq!(stats.plain_requests, 2);
+    assert_eq!(cluster.metric("kvbaton_handoffs_total", &[("result", result)]).await, 2.0);
+    assert_eq!(cluster.metric("kvbaton_handoffs_total", &[]).await, 2.0);
+}
+
+#[tokio::test]
+async fn a_missing_hand_off_is_counted_and_decode_does_it_alone() {
+    let cluster = Cluster::builder().warns(&["hand-off"]).start().await;
+    decode_alone(&cluster, Fault::DropHandoff, "missing").await;
+    cluster.finish().await;
+}
+
+#[tokio::test]
+async fn a_null_hand_off_is_a_missing_one() {
+    let cluster = Cluster::builder().warns(&["hand-off"]).start().await;
+    decode_alone(&cluster, Fault::HandoffOverride { params: Value::Null }, "missing").await;
+    cluster.finish().await;
+}
+
+#[tokio::test]
+async fn under_the_policy_fail_a_missing_hand_off_is_a_502() {
+    let cluster = Cluster::builder().config(fail).warns(&["hand-off"]).start().await;
+    cluster.p().faults().arm(ArmedFault { fault: Fault::DropHandoff, leg: Leg::Prefill, sticky: false });
+    let answer = cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await;
+    cluster.assert_error(&answer, 502, "no_hand_off");
+    assert_eq!(generations(cluster.d()).len(), 0);
+    assert_eq!(cluster.metric("kvbaton_handoffs_total", &[("result", "missing")]).await, 1.0);
+    cluster.finish().await;
+}
+
+#[tokio::test]
+async fn a_prefill_of_two_tokens_is_refused_and_its_blocks_are_freed() {
+    let cluster = Cluster::builder().warns(&["hand-off"]).start().await;
+    decode_alone(&cluster, Fault::ExtraTokens { count: 1 }, "refused").await;
+    cluster.wait_no_blocks().await;
+    assert_eq!(cluster.p().stats().kv_expired, 0);
+    cluster.wait_idle().await;
+    cluster.finish().await;
+}
+
+#[tokio::test]
+async fn a_hand_off_of_fewer_blocks_than_the_prompt_needs_kills_no_engine() {
+    let cluster = Cluster::builder().warns(&["hand-off"]).start().await;
+    let mut params = sound(&cluster, Generation::V14);
+    params["remote_block_ids"] = json!([[1]]);
+    decode_alone(&cluster, Fault::HandoffOverride { params }, "refused").await;
+    cluster.finish().await;
+}
+
+#[tokio::test]
+async fn a_hand_off_of_more_tokens_than_the_prompt_has_is_refused() {
+    let cluster = Cluster::builder().warns(&["hand-off"]).start().await;
+    let mut params = sound(&cluster, Generation::V14);
+    params["remote_num_tokens"] = json!(PROMPT.len() + 1);
+    decode_alone(&cluster, Fault::HandoffOverride { params }, "refused").await;
+    cluster.finish().await;
+}
+
+#[tokio::test]
+async fn a_hand_off_that_outlived_its_lease_is_never_sent() {
+    let short = |config: &mut Config| {
+        config.hand_off.lease = Duration::from_millis(1);
+        config.hand_off.lease_margin = Duration::from_secs(5);
+    };
+    let cluster = Cluster::builder().config(short).warns(&["hand-off"]).start().await;
+    assert_eq!(
+        cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await.generated(),
+        single_text(COMPLETIONS, &completion(PROMPT, 6)).await
+    );
+    let stats = cluster.d().stats();
+    assert_eq!((stats.decode_requests, stats.plain_requests), (0, 1));
+    assert_eq!(cluster.relayed().await, 0.0);
+    cluster.finish().await;
+}
+
+#[tokio::test]
+async fn fields_that_the_router_does_not_know_are_carried_on() {
+    let cluster = Cluster::builder().start().await;
+    assert_eq!(cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await.status, 200);
+    let by_itself = parse(&generations(cluster.d())[0].body)["kv_transfer_params"].clone();
+    let mut params = by_itself.clone();
+    params["first_token_ids"] = json!([[104]]);
+    params["x_future"] = json!({"a": [1, 2.5, "z"]});
+    params["remote_engine_id"] = json!("no-such-engine");
+    cluster.p().faults().arm(ArmedFault {
+        fault: Fault::HandoffOverride { params: params.clone() },
+        leg: Leg::Prefill,
+        sticky: false,
+    });
+    // The engine id is wrong, so that no engine reads blocks that were given to another request.
+    assert_eq!(cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await.status, 500);
+    assert_eq!(parse(&generations(cluster.d())[1].body)["kv_transfer_params"], params);
+    cluster.finish().await;
+}
+
+/// The host that a decode engine is told, when the prefill engine reports this one.
+async fn told_host(reported: &'static str) -> Value {
+    let cluster =
+        Cluster::builder().engine(move |config| config.advertise_host = Some(reported.to_owned())).start().await;
+    assert_eq!(cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await.status, 200);
+    let host = parse(&generations(cluster.d())[0].body)["kv_transfer_params"]["remote_host"].clone();
+    cluster.finish().await;
+    host
+}
+
+#[tokio::test]
+async fn an_address_for_itself_is_left_alone_when_the_engine_is_on_this_host() {
+    assert_eq!(told_host("localhost").await, "localhost");
+    assert_eq!(told_host("127.0.0.1").await, "127.0.0.1");
+}
+
+#[tokio::test]
+async fn the_side_channels_address_of_the_settings_replaces_the_reported_one() {
+    let set = |config: &mut Config| {
+        config.prefill[0].kv_host = Some("kv.example".to_owned());
+        config.prefill[0].kv_port = Some(5601);
+    };
+    let cluster = Cluster::builder().config(set).start().await;
+    // The simulated engines find each other by engine id, so the address is only carried.
+    assert_eq!(cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await.status, 200);
+    let params = parse(&generations(cluster.d())[0].body)["kv_transfer_params"].clone();
+    assert_eq!((&params["remote_host"], &params["remote_port"]), (&json!("kv.example"), &json!(5601)));
+    cluster.finish().await;
+}
