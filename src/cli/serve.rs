@@ -11,8 +11,8 @@ use crate::config::{Config, Flags, load};
 use crate::shutdown::Signals;
 use crate::{Running, telemetry};
 
-/// How long the announcement waits for the embedded engines, so that its line works at once.
-const EMBEDDED_START: Duration = Duration::from_secs(5);
+/// How long the announcement waits for a pair, so that its line names a model and works at once.
+const FIRST_PROBES: Duration = Duration::from_secs(2);
 
 pub(super) fn run(flags: Flags) -> anyhow::Result<ExitCode> {
     let config = load(&flags, std::env::vars())?;
@@ -23,8 +23,8 @@ pub(super) fn run(flags: Flags) -> anyhow::Result<ExitCode> {
 async fn serve(config: Config) -> anyhow::Result<ExitCode> {
     let mut signals = Signals::listen()?;
     let running = config.build().await?.spawn().await?;
-    if !running.engines().is_empty() && !running.ready_within(EMBEDDED_START).await {
-        tracing::warn!("the embedded engines are not ready yet");
+    if !running.ready_within(FIRST_PROBES).await {
+        tracing::warn!("no pair of engines is ready yet");
     }
     say(&announcement(&running))?;
     let signal = signals.next().await;
@@ -58,7 +58,8 @@ fn announcement(running: &Running) -> String {
     if running.engines().is_empty() {
         let _ = writeln!(text, "  {prefill} prefill and {decode} decode engine(s) configured");
     }
-    let model = running.engines().first().map_or("MODEL", |embedded| embedded.engine.config().model.as_str());
+    let models = running.proxy().models();
+    let model = models.ids().first().map_or("MODEL", String::as_str);
     let _ = writeln!(
         text,
         "Try:\n  curl http://{addr}/v1/completions -H 'Content-Type: application/json' \

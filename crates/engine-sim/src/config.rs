@@ -2,6 +2,7 @@
 //!
 //! A plain record with one `Default`; it reads no environment and opens nothing.
 
+use std::fmt;
 use std::time::Duration;
 
 use kv_connector::protocol::Generation;
@@ -33,7 +34,7 @@ pub enum LoadFailurePolicy {
 }
 
 /// Settings of one engine.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct EngineConfig {
     /// The label of the engine.
     pub role: Role,
@@ -87,6 +88,8 @@ pub struct EngineConfig {
     pub eos_every: Option<u64>,
     /// Whether an idle engine is blind to notifications, as vLLM is in the cases its versions have.
     pub idle_trap: bool,
+    /// How long an idle connection is kept open; uvicorn closes it after 5 s.
+    pub keep_alive: Duration,
     /// Requests kept in the log that tests read.
     pub request_log: usize,
 }
@@ -120,8 +123,24 @@ impl Default for EngineConfig {
             enforce_compat: true,
             eos_every: None,
             idle_trap: true,
+            keep_alive: Duration::from_secs(5),
             request_log: 256,
         }
+    }
+}
+
+impl fmt::Debug for EngineConfig {
+    /// Names what tells engines apart, and never the token.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EngineConfig")
+            .field("role", &self.role)
+            .field("generation", &self.generation)
+            .field("model", &self.model)
+            .field("engine_id", &self.engine_id)
+            .field("max_model_len", &self.max_model_len)
+            .field("num_blocks", &self.num_blocks)
+            .field("block_size", &self.block_size)
+            .finish_non_exhaustive()
     }
 }
 

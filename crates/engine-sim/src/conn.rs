@@ -7,6 +7,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
@@ -105,7 +106,13 @@ pub(crate) struct StopTokens {
 }
 
 /// Accepts connections until told to stop; every connection is a tracked task.
-pub(crate) async fn serve(listener: TcpListener, app: Router, stop: StopTokens, tracker: TaskTracker) {
+pub(crate) async fn serve(
+    listener: TcpListener,
+    app: Router,
+    keep_alive: Duration,
+    stop: StopTokens,
+    tracker: TaskTracker,
+) {
     loop {
         let accepted = tokio::select! {
             () = stop.drain.cancelled() => return,
@@ -117,18 +124,18 @@ pub(crate) async fn serve(listener: TcpListener, app: Router, stop: StopTokens, 
                 if let Err(error) = stream.set_nodelay(true) {
                     tracing::debug!(%error, "nodelay not set");
                 }
-                tracker.spawn(serve_connection(stream, app.clone(), stop.clone()));
+                tracker.spawn(serve_connection(stream, app.clone(), keep_alive, stop.clone()));
             }
             Err(error) => {
                 tracing::warn!(%error, "accept failed");
                 // Out of descriptors: yielding lets connections end before the next attempt.
-                tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+                tokio::time::sleep(Duration::from_millis(10)).await;
             }
         }
     }
 }
 
-async fn serve_connection(stream: TcpStream, app: Router, stop: StopTokens) {
+async fn serve_connection(stream: TcpStream, app: Router, keep_alive: Duration, stop: StopTokens) {
     let control = Arc::new(ConnControl::new());
     let io = TokioIo::new(CuttableStream { stream, control: Arc::clone(&control) });
     let for_requests = Arc::clone(&control);
@@ -137,8 +144,11 @@ async fn serve_connection(stream: TcpStream, app: Router, stop: StopTokens) {
         request.extensions_mut().insert(Arc::clone(&for_requests));
         app.clone().oneshot(request)
     });
-    let connection =
-        hyper::server::conn::http1::Builder::new().timer(TokioTimer::new()).serve_connection(io, service);
+    // The wait for the next head is what an idle connection does.
+    let connection = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(keep_alive)
+        .serve_connection(io, service);
     let mut connection = std::pin::pin!(connection);
     tokio::select! {
         // Errors here are the peer's or an armed fault's doing.

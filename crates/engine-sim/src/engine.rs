@@ -89,7 +89,8 @@ pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine
         background.spawn(keep_published(registry, engine_id, payload, refresh, stop.kill.clone()));
     }
     let app = http::app(Arc::clone(&shared));
-    connections.spawn(conn::serve(listener, app, stop.clone(), connections.clone()));
+    let keep_alive = shared.config.keep_alive;
+    connections.spawn(conn::serve(listener, app, keep_alive, stop.clone(), connections.clone()));
     Ok(Engine { shared, addr, stop, connections, background, transport_faults })
 }
 
@@ -160,7 +161,11 @@ impl Drop for Engine {
 
 /// A context that does not fit into the blocks could never be served.
 fn fit_context(mut config: EngineConfig) -> EngineConfig {
-    config.max_model_len = config.max_model_len.min((config.num_blocks - 1) * config.block_size);
+    let room = (config.num_blocks - 1) * config.block_size;
+    if room < config.max_model_len {
+        tracing::info!(asked = config.max_model_len, room, "context limit lowered to what the blocks hold");
+        config.max_model_len = room;
+    }
     config
 }
 

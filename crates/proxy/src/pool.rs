@@ -169,6 +169,12 @@ pub struct ModelList {
 }
 
 impl ModelList {
+    /// The models' ids in order.
+    #[must_use]
+    pub fn ids(&self) -> &[String] {
+        &self.ids
+    }
+
     /// The entry of one model, as its peer gave it.
     #[must_use]
     pub fn entry(&self, id: &str) -> Option<&RawValue> {

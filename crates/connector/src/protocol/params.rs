@@ -329,7 +329,8 @@ fn number_or_decimal<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Prese
         None => Presence::Null,
         Some(Port::Number(port)) => Presence::Value(port),
         Some(Port::Text(text)) => Presence::Value(
-            text.parse().map_err(|_| de::Error::invalid_value(de::Unexpected::Str(&text), &"a port number"))?,
+            text.parse()
+                .map_err(|_| de::Error::invalid_value(de::Unexpected::Str(&text), &"a port number"))?,
         ),
     })
 }

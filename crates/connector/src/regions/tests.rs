@@ -50,7 +50,12 @@ fn v2_ids_of_all_regions_equal_vllm() {
         let regions = usize::try_from(input["num_regions"].as_u64().unwrap()).unwrap();
         let counts = vec![input["num_blocks"].as_u64().unwrap() * ratio; regions];
         let block_ids: Vec<u64> = list(&input["block_ids"]).iter().map(|id| id.as_u64().unwrap()).collect();
-        assert_eq!(descriptor_ids(&counts, &vec![0; regions], &[block_ids]), Some(out(case)), "{}", case["name"]);
+        assert_eq!(
+            descriptor_ids(&counts, &vec![0; regions], &[block_ids]),
+            Some(out(case)),
+            "{}",
+            case["name"]
+        );
     }
     assert_eq!(seen, 3);
 }
@@ -83,8 +88,16 @@ fn local_descriptors_follow_base_stride_and_sub_blocks() {
     assert_eq!(
         pairs(local_descriptors(&strided, 0, 2)),
         [
-            (4096, 512), (4608, 512), (6144, 512), (6656, 512),
-            (5120, 512), (5632, 512), (7168, 512), (7680, 512), (9216, 512), (9728, 512)
+            (4096, 512),
+            (4608, 512),
+            (6144, 512),
+            (6656, 512),
+            (5120, 512),
+            (5632, 512),
+            (7168, 512),
+            (7680, 512),
+            (9216, 512),
+            (9728, 512)
         ]
     );
     assert_eq!(strided[1].span(), 2 * 2048 + 1024);

@@ -190,11 +190,8 @@ impl Scheduler {
             AllocOutcome::Stranded { missing }
         } else {
             let awaiting_kvs = external_tokens > 0;
-            let local_block_ids = if awaiting_kvs {
-                clip(&self.config, request, blocks.unhashed.clone())?
-            } else {
-                Vec::new()
-            };
+            let local_block_ids =
+                if awaiting_kvs { clip(&self.config, request, blocks.unhashed.clone())? } else { Vec::new() };
             let pending = PendingRecv {
                 params: params.clone(),
                 local_block_ids,

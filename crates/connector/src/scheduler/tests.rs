@@ -83,7 +83,11 @@ fn an_abort_before_scheduling_notifies_or_dies_as_vllm_does() {
                     Err(EngineFatal::MissingKey { key: missing, .. }) => assert_eq!(missing, key, "{name}"),
                     other => panic!("{name}: {other:?}"),
                 }
-                assert_eq!(scheduler.build_step(NOW).unwrap().reqs_to_recv, [], "{name}: the receive is dropped");
+                assert_eq!(
+                    scheduler.build_step(NOW).unwrap().reqs_to_recv,
+                    [],
+                    "{name}: the receive is dropped"
+                );
             }
             None => check_recv(&step.unwrap(), expected, name),
         }
@@ -149,8 +153,7 @@ fn finish_prefill(generation: Generation, status: FinishStatus, blocks: &[Vec<u6
 
 #[test]
 fn a_finished_prefill_is_leased_and_handed_off() {
-    let (finished, step) =
-        finish_prefill(Generation::V14, FinishStatus::LengthCapped, &[vec![1, 2, 3]]);
+    let (finished, step) = finish_prefill(Generation::V14, FinishStatus::LengthCapped, &[vec![1, 2, 3]]);
     assert!(finished.delay_free);
     assert_eq!(step.reqs_to_send, [("cmpl-x-0".to_owned(), NOW + Duration::from_secs(30))]);
     assert_eq!(step.scheduler_clock, Some(NOW));

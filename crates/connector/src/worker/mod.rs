@@ -23,7 +23,9 @@ use crate::protocol::params::Generation;
 use crate::regions::{Region, local_descriptors};
 use crate::scheduler::{RecvRequest, StepMeta};
 use crate::stats::Stats;
-use crate::transport::{Descriptor, ListId, MemoryType, RegistrationId, TransferId, TransferState, Transport};
+use crate::transport::{
+    Descriptor, ListId, MemoryType, RegistrationId, TransferId, TransferState, Transport,
+};
 
 use peer::Peer;
 

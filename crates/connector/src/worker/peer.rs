@@ -52,9 +52,8 @@ impl<T: Transport> Worker<T> {
             return Err(HandshakeError::NotPending(engine_id.to_owned()));
         };
         let PendingHandshake { job, waiting } = pending;
-        let connected = replies
-            .map_err(HandshakeError::Failure)
-            .and_then(|replies| self.connect(&job, &replies, now));
+        let connected =
+            replies.map_err(HandshakeError::Failure).and_then(|replies| self.connect(&job, &replies, now));
         match connected {
             Ok(peer) => {
                 self.engine_by_address.insert((job.host, job.port), engine_id.to_owned());
@@ -72,7 +71,8 @@ impl<T: Transport> Worker<T> {
     /// Makes sure that a handshake for the receive's engine is under way and queues it there.
     pub(super) fn await_handshake(&mut self, request: &str, recv: RecvRequest, now: ClockTime) {
         let remote = &recv.remote;
-        let job = self.handshake_job(&remote.engine_id, &remote.host, remote.port, recv.tp_size, recv.pp_size);
+        let job =
+            self.handshake_job(&remote.engine_id, &remote.host, remote.port, recv.tp_size, recv.pp_size);
         if let Err(error) = self.check_sizes(recv.tp_size, recv.dcp_size, recv.pp_size) {
             let engine_id = remote.engine_id.clone();
             self.fail_handshake(&engine_id, &error, &[(request.to_owned(), recv)]);
@@ -295,7 +295,8 @@ impl<T: Transport> Worker<T> {
             .peers
             .iter()
             .filter(|(engine, peer)| {
-                now.saturating_sub(peer.last_active) > self.config.engine_ttl && !self.has_transfers_from(engine)
+                now.saturating_sub(peer.last_active) > self.config.engine_ttl
+                    && !self.has_transfers_from(engine)
             })
             .map(|(engine, _)| engine.clone())
             .collect();
@@ -339,12 +340,7 @@ impl<T: Transport> Worker<T> {
 /// Blocks per region beyond which a peer's claim is not believed.
 const MAX_REGION_BLOCKS: i64 = 1 << 24;
 
-fn check_region(
-    what: &'static str,
-    region: usize,
-    expected: i64,
-    remote: i64,
-) -> Result<(), HandshakeError> {
+fn check_region(what: &'static str, region: usize, expected: i64, remote: i64) -> Result<(), HandshakeError> {
     if expected == remote {
         return Ok(());
     }

@@ -44,9 +44,10 @@ impl<T: Transport> Worker<T> {
             self.notify_only(request, &recv);
             return Ok(());
         }
-        let expired = recv.remote.blocks_expiry_time.is_some_and(|expiry| {
-            (now + EXPIRY_MARGIN).as_secs_f64() >= expiry - peer.clock_offset
-        });
+        let expired = recv
+            .remote
+            .blocks_expiry_time
+            .is_some_and(|expiry| (now + EXPIRY_MARGIN).as_secs_f64() >= expiry - peer.clock_offset);
         if expired {
             self.stats.num_kv_expired_reqs.push(1);
             self.failed_outside_poll.push(request.to_owned());

@@ -5,7 +5,6 @@ use kv_connector::scheduler::FinishStatus;
 use super::request::{Finish, FinishReason, Generated, Output, Request, Sampling, State};
 use super::schedule::Work;
 use super::{Core, CoreDeath};
-use crate::blocks::chain_hashes;
 use crate::faults::Corrupt;
 use crate::kv::{ContextDigest, mix};
 use crate::metrics::Outcome;
@@ -16,7 +15,7 @@ const REREAD_INTERVAL: usize = 16;
 
 impl Core {
     pub(super) fn execute(&mut self, plan: Vec<Work>) -> Result<(), CoreDeath> {
-        for Work { id, tokens } in plan {
+        for Work { id, tokens, .. } in plan {
             self.compute(&id, tokens)?;
             let complete =
                 self.requests.get(&id).is_some_and(|request| request.computed == request.tokens.len());
@@ -38,15 +37,6 @@ impl Core {
             && request.corrupt == Some(Corrupt::Written)
         {
             self.kv.corrupt(&request.blocks)?;
-        }
-        let size = self.shared.config.block_size;
-        let full = end / size;
-        if full > request.hashes.len() {
-            request.hashes = chain_hashes(&request.tokens, size);
-        }
-        // Falsified blocks must spoil the request that asked for it and no other.
-        if request.corrupt.is_none() {
-            self.pool.publish(&request.blocks[..full], &request.hashes[..full]);
         }
         // A pulled prompt counts as such; its last token is computed again without being counted.
         let pulled = request.local_hit + request.external_tokens;

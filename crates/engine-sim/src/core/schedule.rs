@@ -7,7 +7,7 @@ use kv_connector::scheduler::{AllocatedBlocks, Matched};
 
 use super::request::{Request, State};
 use super::{Core, CoreDeath};
-use crate::blocks::BlockId;
+use crate::blocks::{BlockId, chain_hashes};
 use crate::kv::ContextDigest;
 
 /// Prompt tokens of one step may take this long, so that aborts are noticed in time.
@@ -17,6 +17,8 @@ const STEP_LIMIT: Duration = Duration::from_millis(50);
 pub(super) struct Work {
     pub(super) id: String,
     pub(super) tokens: usize,
+    /// Only the newest token is computed, to sample the next one.
+    decodes: bool,
 }
 
 /// What became of a waiting request.
@@ -36,19 +38,38 @@ impl Core {
             match self.extend(&id, budget) {
                 Some(tokens) => {
                     budget -= tokens;
-                    plan.push(Work { id, tokens });
+                    plan.push(self.enter(id, tokens));
                     index += 1;
                 }
                 // Blocks ran out: the newest request gives its own back and starts over later.
                 None => {
                     let Some(victim) = self.running.pop() else { break };
                     self.preempt(&victim);
-                    plan.retain(|work: &Work| work.id != victim);
                 }
             }
         }
         self.admit_waiting(&mut budget, &mut plan)?;
         Ok(plan)
+    }
+
+    /// Enters a request's share into the plan. Its full blocks can be shared from now on, because
+    /// the plan is carried out in order.
+    fn enter(&mut self, id: String, tokens: usize) -> Work {
+        let size = self.shared.config.block_size;
+        let mut decodes = false;
+        if let Some(request) = self.requests.get_mut(&id) {
+            let end = request.computed + tokens;
+            decodes = tokens == 1 && end == request.tokens.len();
+            let full = end / size;
+            if full > request.hashes.len() {
+                request.hashes = chain_hashes(&request.tokens, size);
+            }
+            // Falsified blocks must spoil the request that asked for it and no other.
+            if request.corrupt.is_none() {
+                self.pool.publish(&request.blocks[..full], &request.hashes[..full]);
+            }
+        }
+        Work { id, tokens, decodes }
     }
 
     fn token_budget(&self) -> usize {
@@ -101,7 +122,7 @@ impl Core {
                     self.waiting.remove(index);
                     self.running.push(id.clone());
                     *budget -= tokens;
-                    plan.push(Work { id, tokens });
+                    plan.push(self.enter(id, tokens));
                 }
                 Admission::Parked => index += 1,
                 Admission::NoRoom => break,
@@ -116,7 +137,11 @@ impl Core {
             return self.resume(id, budget);
         }
         // The last token is always computed, so that there is something to sample from.
-        let reusable = (request.tokens.len() - 1) / self.shared.config.block_size;
+        let reusable = match request.corrupt {
+            None => (request.tokens.len() - 1) / self.shared.config.block_size,
+            // Bytes that are to be falsified must be the request's own.
+            Some(_) => 0,
+        };
         let hits = self.pool.lookup(&request.hashes[..reusable.min(request.hashes.len())]);
         let local = hits.len() * self.shared.config.block_size;
         let total = request.tokens.len();
@@ -184,8 +209,8 @@ impl Core {
 
     pub(super) fn forward_time(&self, plan: &[Work]) -> Duration {
         let config = &self.shared.config;
-        let prefill: usize = plan.iter().filter(|work| work.tokens > 1).map(|work| work.tokens).sum();
-        let decodes = plan.iter().any(|work| work.tokens == 1);
+        let prefill: usize = plan.iter().filter(|work| !work.decodes).map(|work| work.tokens).sum();
+        let decodes = plan.iter().any(|work| work.decodes);
         let decode = if decodes { config.decode_time_per_token } else { Duration::ZERO };
         config.prefill_time_per_token * u32::try_from(prefill).unwrap_or(u32::MAX) + decode
     }

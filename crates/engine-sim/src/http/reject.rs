@@ -18,8 +18,6 @@ pub(crate) struct Rejection {
     pub(crate) kind: &'static str,
     pub(crate) message: String,
     pub(crate) param: Option<String>,
-    /// True when the schema refused it, so that no handler ever saw it.
-    pub(crate) schema: bool,
 }
 
 #[derive(Serialize)]
@@ -43,7 +41,6 @@ impl Rejection {
             kind: "BadRequestError",
             message,
             param: param.map(str::to_owned),
-            schema: false,
         }
     }
 
@@ -54,12 +51,6 @@ impl Rejection {
             None => format!("(parameter={param})"),
         };
         Self::bad_value(format!("{message} {suffix}"), Some(param))
-    }
-
-    /// Marks it as refused by the schema.
-    pub(crate) fn from_schema(mut self) -> Self {
-        self.schema = true;
-        self
     }
 
     /// One field that the schema refuses, rendered as the framework does.
@@ -78,7 +69,6 @@ impl Rejection {
             kind: "Bad Request",
             message: text,
             param: Some(location.to_owned()),
-            schema: true,
         }
     }
 
@@ -89,7 +79,6 @@ impl Rejection {
             message: "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
                 .to_owned(),
             param: None,
-            schema: true,
         }
     }
 
@@ -99,7 +88,6 @@ impl Rejection {
             kind: "NotFoundError",
             message: format!("The model `{asked}` does not exist. Valid aliases: {served}."),
             param: Some("model".to_owned()),
-            schema: false,
         }
     }
 
@@ -119,7 +107,6 @@ impl Rejection {
             kind: "InternalServerError",
             message: message.to_owned(),
             param: None,
-            schema: false,
         }
     }
 

@@ -220,8 +220,7 @@ fn stream_options(fields: &Fields<'_>, stream: bool) -> Result<(bool, bool), Rej
             "Stream options can only be defined when `stream=True`.",
             "stream_options",
             None,
-        )
-        .from_schema());
+        ));
     }
     let on = |name: &str| options.get(name).and_then(Value::as_bool).unwrap_or(false);
     let include = on("include_usage");
@@ -250,8 +249,7 @@ fn logprobs(fields: &Fields<'_>, endpoint: Endpoint) -> Result<Option<i64>, Reje
             "when using `top_logprobs`, `logprobs` must be set to true.",
             "top_logprobs",
             None,
-        )
-        .from_schema());
+        ));
     }
     Ok(wanted.then_some(top))
 }
@@ -316,7 +314,6 @@ fn completion_prompts(fields: &Fields<'_>) -> Result<Vec<Prompt>, Rejection> {
             "prompt",
             None,
         )
-        .from_schema()
     };
     match fields.get("prompt") {
         None => Err(empty()),

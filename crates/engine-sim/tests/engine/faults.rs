@@ -94,6 +94,18 @@ async fn connection_close_is_announced_and_done() {
     assert!(String::from_utf8(got).unwrap().to_lowercase().contains("connection: close"));
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn idle_connection_is_closed_in_silence() {
+    let engine =
+        start(EngineConfig { keep_alive: Duration::from_millis(100), ..config(Generation::V14) }).await;
+    let began = Instant::now();
+    let (got, end) = tokio::task::block_in_place(|| raw_exchange(&engine, &completion("hi", 1).to_string()));
+    assert_eq!(end, None);
+    let text = String::from_utf8(got).unwrap();
+    assert_eq!(text.matches("HTTP/1.1").count(), 1, "{text}");
+    assert!(began.elapsed() >= Duration::from_millis(100));
+}
+
 #[tokio::test]
 async fn stalls_at_each_stage() {
     let (client, engine) = engine().await;

@@ -8,4 +8,5 @@ mod leases;
 mod refusals;
 mod shapes;
 mod single;
+mod storm;
 mod support;

@@ -139,6 +139,18 @@ async fn output_limits_follow_the_endpoint() {
 }
 
 #[tokio::test]
+async fn choices_of_one_prompt_share_its_full_blocks() {
+    let (client, engine) = (Client::new(), start(config(Generation::V14)).await);
+    let prompt = "0123456789abcdef".repeat(4) + "tail";
+    let body =
+        set(&crate::support::prefill_body(&completion(&prompt, 1)), json!({"n": 2, "temperature": 1.0}));
+    let (_, answer) = post(&client, &engine, "/v1/completions", &body).await;
+    assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], 64);
+    // Four shared blocks and one more for each choice.
+    assert_eq!(engine.stats().blocks_held, 6);
+}
+
+#[tokio::test]
 async fn several_choices_differ_and_are_repeatable() {
     let (client, engine) = (Client::new(), start(config(Generation::V14)).await);
     let body = set(&completion("draw", 20), json!({"n": 3, "temperature": 0.7, "seed": 5}));

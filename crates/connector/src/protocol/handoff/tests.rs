@@ -57,7 +57,10 @@ fn each_remote_field_may_be_neither_absent_null_empty_nor_of_another_type() {
         assert_eq!(parse(&with(field, Value::Null)), Err(HandOffDefect::NullField { field }));
         assert_eq!(parse(&with(field, json!(""))), Err(HandOffDefect::Empty { field }));
         for wrong in [json!(1), json!(true), json!(["e"]), json!({"e": 1}), json!(1.5)] {
-            assert_eq!(parse(&with(field, wrong)), Err(HandOffDefect::WrongType { field, expected: "a string" }));
+            assert_eq!(
+                parse(&with(field, wrong)),
+                Err(HandOffDefect::WrongType { field, expected: "a string" })
+            );
         }
     }
 }
@@ -68,7 +71,10 @@ fn the_port_is_an_integer_from_1_to_65535() {
     assert_eq!(parse(&without(field)), Err(HandOffDefect::Missing { field }));
     assert_eq!(parse(&with(field, Value::Null)), Err(HandOffDefect::NullField { field }));
     for wrong in [json!("5600"), json!(5600.5), json!(5600.0), json!(true), json!([5600])] {
-        assert_eq!(parse(&with(field, wrong)), Err(HandOffDefect::WrongType { field, expected: "an integer" }));
+        assert_eq!(
+            parse(&with(field, wrong)),
+            Err(HandOffDefect::WrongType { field, expected: "an integer" })
+        );
     }
     for outside in [json!(0), json!(-1), json!(65_536), json!(u64::MAX)] {
         assert_eq!(parse(&with(field, outside)), Err(HandOffDefect::OutOfRange { field }));

@@ -111,7 +111,11 @@ fn payload_decoding_decides_as_msgspec_does() {
 
 #[test]
 fn a_header_that_claims_more_than_there_is_fails_at_once() {
-    for header in [&[0xdf, 0xff, 0xff, 0xff, 0xff][..], &[0xdd, 0xff, 0xff, 0xff, 0xff], &[0xc6, 0xff, 0xff, 0xff, 0xff]] {
+    for header in [
+        &[0xdf, 0xff, 0xff, 0xff, 0xff][..],
+        &[0xdd, 0xff, 0xff, 0xff, 0xff],
+        &[0xc6, 0xff, 0xff, 0xff, 0xff],
+    ] {
         assert_eq!(NixlHandshakePayload::decode(header), Err(DecodeError::Truncated));
     }
     // Nested as an unknown field: the walk over it must not recurse either.

@@ -113,8 +113,7 @@ fn captured_metadata_encodes_again_byte_for_byte() {
     for side in ["P", "D"] {
         let frame = capture(&format!("sidechannel_{side}.response.frame0.bin"));
         let payload = NixlHandshakePayload::decode(&frame).unwrap();
-        let metadata =
-            NixlAgentMetadata::decode(Generation::V14, &payload.agent_metadata_bytes).unwrap();
+        let metadata = NixlAgentMetadata::decode(Generation::V14, &payload.agent_metadata_bytes).unwrap();
         assert_eq!(metadata.encode(), payload.agent_metadata_bytes);
         assert_eq!(metadata.generation(), Generation::V14);
     }
@@ -168,10 +167,7 @@ fn a_reader_of_either_generation_tells_them_apart() {
     let v14 = NixlAgentMetadata::V14(Box::default());
     assert_eq!(NixlAgentMetadata::decode_any(&v2.encode()), Ok(v2));
     assert_eq!(NixlAgentMetadata::decode_any(&v14.encode()), Ok(v14));
-    assert_eq!(
-        NixlAgentMetadata::decode_any(&[0x80]),
-        Err(DecodeError::MissingField { field: "engine_id" })
-    );
+    assert_eq!(NixlAgentMetadata::decode_any(&[0x80]), Err(DecodeError::MissingField { field: "engine_id" }));
 }
 
 #[test]

@@ -125,9 +125,8 @@ impl Link {
             socket: Arc::clone(&socket),
             connection: None,
         };
-        let thread = thread::Builder::new()
-            .name(format!("loopback to {peer}"))
-            .spawn(move || carrier.carry(&work))?;
+        let thread =
+            thread::Builder::new().name(format!("loopback to {peer}")).spawn(move || carrier.carry(&work))?;
         Ok(Self { peer, queue, closed, socket, thread })
     }
 

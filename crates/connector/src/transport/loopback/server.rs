@@ -99,9 +99,10 @@ impl Shared {
     fn is_registered(&self, range: &Descriptor) -> bool {
         let Some(end) = range.address.checked_add(range.len) else { return false };
         let registered = self.registered.read();
-        registered.values().flatten().any(|outer| {
-            outer.address <= range.address && end - outer.address <= outer.len
-        })
+        registered
+            .values()
+            .flatten()
+            .any(|outer| outer.address <= range.address && end - outer.address <= outer.len)
     }
 
     fn deliver(&self, peer: &AgentName, message: Vec<u8>) -> io::Result<()> {

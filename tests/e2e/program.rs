@@ -1,0 +1,313 @@
+//! The program as people start it: processes, flags, signals, exit codes.
+
+use std::io::{BufRead as _, BufReader, Read as _};
+use std::net::TcpListener;
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use crate::support::{Answer, CHAT, COMPLETIONS, PROMPT, chat, completion, single_text, stream_text};
+
+const BINARY: &str = env!("CARGO_BIN_EXE_kvbaton");
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A started program; it is killed when dropped.
+struct Program {
+    child: Child,
+    lines: mpsc::Receiver<String>,
+}
+
+impl Program {
+    fn start(args: &[&str], env: &[(&str, &str)]) -> Self {
+        let mut command = Command::new(BINARY);
+        command.args(args).env_clear().env("PATH", std::env::var("PATH").unwrap());
+        command.envs(env.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut child = command.spawn().unwrap();
+        let out = BufReader::new(child.stdout.take().unwrap());
+        let (sender, lines) = mpsc::channel();
+        std::thread::spawn(move || {
+            for line in out.lines().map_while(Result::ok) {
+                let _ = sender.send(line);
+            }
+        });
+        Self { child, lines }
+    }
+
+    /// The first line that contains the mark.
+    fn line(&self, mark: &str) -> String {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            let line = self.lines.recv_timeout(left).unwrap_or_else(|_| panic!("no line with {mark:?}"));
+            if line.contains(mark) {
+                return line;
+            }
+        }
+    }
+
+    /// The base URL in the first line that contains the mark.
+    fn url(&self, mark: &str) -> String {
+        let line = self.line(mark);
+        let at = line.find("http://").unwrap_or_else(|| panic!("no URL in {line:?}"));
+        line[at..].split_whitespace().next().unwrap().to_owned()
+    }
+
+    fn signal(&self, name: &str) {
+        let pid = self.child.id().to_string();
+        assert!(Command::new("kill").args(["-s", name, &pid]).status().unwrap().success());
+    }
+
+    fn wait(&mut self) -> ExitStatus {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status;
+            }
+            assert!(Instant::now() < end, "the program did not end");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Runs the program to its end.
+fn run(args: &[&str], env: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(BINARY);
+    command.args(args).env_clear().envs(env.iter().copied());
+    command.output().unwrap()
+}
+
+fn http() -> reqwest::Client {
+    reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(30)).build().unwrap()
+}
+
+async fn post(base: &str, path: &str, body: &Value) -> Answer {
+    let request = http().post(format!("{base}{path}")).header("content-type", "application/json");
+    Answer::read(request.body(body.to_string())).await
+}
+
+async fn get(base: &str, path: &str) -> Answer {
+    Answer::read(http().get(format!("{base}{path}"))).await
+}
+
+async fn wait_ready(base: &str) {
+    let end = Instant::now() + PATIENCE;
+    while get(base, "/readyz").await.status != 200 {
+        assert!(Instant::now() < end, "{base} is not ready");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+async fn wait_registered(base: &str, engines: usize) {
+    let end = Instant::now() + PATIENCE;
+    while get(base, "/registry/v1/engines").await.json()["engines"].as_array().unwrap().len() < engines {
+        assert!(Instant::now() < end, "the engines of {base} are not registered");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// How many hand-offs were relayed and how many pulls the engines at these URLs made.
+async fn counted(base: &str, decode: &[String]) -> (u64, u64) {
+    let page = get(base, "/metrics").await.text();
+    let relayed = page.lines().find_map(|line| line.strip_prefix("kvbaton_handoffs_total{result=\"relayed\"} "));
+    let mut pulls = 0;
+    for url in decode {
+        let page = get(url, "/metrics").await.text();
+        let mut lines = page.lines().filter(|line| line.starts_with("vllm:nixl_xfer_time_seconds_count"));
+        pulls += lines.next().unwrap().rsplit(' ').next().unwrap().parse::<f64>().unwrap() as u64;
+    }
+    (relayed.map_or(0, |count| count.parse().unwrap()), pulls)
+}
+
+#[tokio::test]
+async fn without_arguments_it_runs_a_fleet_and_prints_a_line_that_works() {
+    let program = Program::start(&[], &[("KVBATON_LISTEN", "127.0.0.1:0")]);
+    let base = program.url("listens on");
+    let prefill = program.url("prefill engine");
+    let decode = program.url("decode engine");
+    let curl = program.line("curl ");
+    assert!(curl.contains(&base), "{curl}");
+    for own in [&prefill, &decode] {
+        assert_ne!(own, &base);
+        assert_eq!(get(own, "/health").await.status, 200);
+    }
+    wait_ready(&base).await;
+    wait_registered(&base, 2).await;
+    let out = Command::new("sh").arg("-c").arg(format!("{} -sS --max-time 20 --fail", curl.trim())).output().unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    let answer: Value = serde_json::from_slice(&out.stdout).unwrap();
+    let prompt = json!({"model": "sim", "prompt": "Once upon a time", "max_tokens": 24});
+    assert_eq!(answer["choices"][0]["text"], single_text(COMPLETIONS, &prompt).await);
+    assert_eq!(counted(&base, std::slice::from_ref(&decode)).await, (1, 1));
+
+    for (path, body) in [(COMPLETIONS, completion(PROMPT, 16)), (CHAT, chat(PROMPT, 16))] {
+        for stream in [false, true] {
+            let mut body = body.clone();
+            body["stream"] = json!(stream);
+            assert_eq!(post(&base, path, &body).await.generated(), single_text(path, &body).await);
+        }
+    }
+    assert_eq!(counted(&base, &[decode]).await, (5, 5));
+    assert_eq!(get(&prefill, "/sim/stats").await.json()["prefill_requests"], 5);
+}
+
+#[tokio::test]
+async fn engines_in_processes_of_their_own_give_the_single_engines_text() {
+    // The engines must know the router's address before it listens.
+    let reserved = TcpListener::bind("127.0.0.1:0").unwrap();
+    let addr = reserved.local_addr().unwrap().to_string();
+    let base = format!("http://{addr}");
+    drop(reserved);
+    let engine = |role: &str| {
+        let args = ["engine", "--role", role, "--listen", "127.0.0.1:0", "--registry", &base];
+        let program = Program::start(&args, &[]);
+        let url = program.url("simulated engine");
+        (program, url)
+    };
+    let (prefill, decode) = ([engine("prefill"), engine("prefill")], [engine("decode"), engine("decode")]);
+    let router = Program::start(
+        &[
+            "serve", "--listen", &addr, "--prefill", &prefill[0].1, "--prefill", &prefill[1].1, "--decode",
+            &decode[0].1, "--decode", &decode[1].1,
+        ],
+        &[],
+    );
+    assert_eq!(router.url("listens on"), base);
+    wait_ready(&base).await;
+    wait_registered(&base, 4).await;
+    for i in 0..6 {
+        let mut body = completion(&format!("{i} {PROMPT}"), 16);
+        body["stream"] = json!(i % 2 == 0);
+        assert_eq!(post(&base, COMPLETIONS, &body).await.generated(), single_text(COMPLETIONS, &body).await);
+    }
+    let urls: Vec<String> = decode.iter().map(|(_, url)| url.clone()).collect();
+    assert_eq!(counted(&base, &urls).await, (6, 6));
+}
+
+#[test]
+fn all_wrong_settings_are_listed_at_once() {
+    let file = std::env::temp_dir().join(format!("kvbaton-e2e-{}.toml", std::process::id()));
+    std::fs::write(&file, "lisen = \"127.0.0.1:1\"\n[timeouts]\nprefil = \"1s\"\n").unwrap();
+    let args = ["--config", file.to_str().unwrap(), "--set", "hand_off.on_mising=fail"];
+    let out = run(&args, &[("KVBATON_LIMITS__BODY_BYTE", "1")]);
+    std::fs::remove_file(&file).unwrap();
+    let said = String::from_utf8(out.stderr).unwrap();
+    assert_eq!(out.status.code(), Some(2), "{said}");
+    for word in ["lisen", "listen", "timeouts.prefil", "timeouts.prefill", "on_mising", "on_missing", "KVBATON_LIMITS__BODY_BYTES"] {
+        assert!(said.contains(word), "{word} is not in {said}");
+    }
+    assert!(said.contains(file.to_str().unwrap()), "{said}");
+}
+
+#[test]
+fn unusable_values_are_listed_at_once() {
+    let args = ["--prefill", "ftp://x", "--decode", "nonsense", "--set", "timeouts.idle=0s"];
+    let out = run(&args, &[]);
+    let said = String::from_utf8(out.stderr).unwrap();
+    assert_eq!(out.status.code(), Some(2), "{said}");
+    for word in ["prefill", "decode", "timeouts.idle"] {
+        assert!(said.contains(word), "{word} is not in {said}");
+    }
+}
+
+#[test]
+fn wrong_flags_are_wrong_usage() {
+    for args in [&["--no-such-flag"][..], &["--listen", "nonsense"], &["engine"], &["engine", "--role", "x"]] {
+        assert_eq!(run(args, &[]).status.code(), Some(2), "{args:?}");
+    }
+}
+
+#[test]
+fn an_address_in_use_ends_the_program_with_its_name() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let addr = taken.local_addr().unwrap().to_string();
+    let out = run(&["--listen", &addr], &[]);
+    let said = String::from_utf8(out.stderr).unwrap();
+    assert_eq!(out.status.code(), Some(1), "{said}");
+    assert!(said.contains(&addr), "{said}");
+}
+
+/// A router with slow engines, in the middle of a stream of about two seconds.
+async fn streaming() -> (Program, [Program; 2], reqwest::Response) {
+    let router = Program::start(
+        &["--listen", "127.0.0.1:0", "--set", "fleet.embedded=never", "--set", "shutdown.settle=100ms"],
+        &[],
+    );
+    let base = router.url("listens on");
+    let engine = |role: &str| {
+        let args = ["engine", "--role", role, "--registry", &base, "--decode-us", "20000"];
+        let program = Program::start(&args, &[]);
+        let url = program.url("simulated engine");
+        (program, url)
+    };
+    let (prefill, decode) = (engine("prefill"), engine("decode"));
+    for (role, url) in [("prefill", &prefill.1), ("decode", &decode.1)] {
+        assert_eq!(post(&base, "/admin/peers", &json!({"role": role, "url": url})).await.status, 201);
+    }
+    wait_ready(&base).await;
+    wait_registered(&base, 2).await;
+    let mut body = completion(PROMPT, 100);
+    body["stream"] = json!(true);
+    let request = http().post(format!("{base}{COMPLETIONS}")).header("content-type", "application/json");
+    let mut response = request.body(body.to_string()).send().await.unwrap();
+    assert_eq!(response.status(), 200);
+    assert!(response.chunk().await.unwrap().is_some());
+    (router, [prefill.0, decode.0], response)
+}
+
+#[tokio::test]
+async fn a_signal_lets_a_running_stream_end() {
+    let (mut router, _engines, mut response) = streaming().await;
+    router.signal("TERM");
+    let mut rest = Vec::new();
+    while let Some(piece) = response.chunk().await.unwrap() {
+        rest.extend(piece);
+    }
+    let rest = String::from_utf8(rest).unwrap();
+    assert!(rest.len() > 1000 && !rest.contains("\"error\""), "{rest}");
+    let text = stream_text(&rest);
+    let whole = single_text(COMPLETIONS, &completion(PROMPT, 100)).await;
+    assert!(whole.ends_with(&text) && text.len() > 50, "{text:?} is not the end of {whole:?}");
+    assert_eq!(router.wait().code(), Some(0));
+}
+
+#[tokio::test]
+async fn a_second_signal_ends_the_program_at_once() {
+    let (mut router, _engines, response) = streaming().await;
+    router.signal("TERM");
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    assert!(router.child.try_wait().unwrap().is_none(), "it did not wait for the stream");
+    let start = Instant::now();
+    router.signal("INT");
+    let status = router.wait();
+    assert!(start.elapsed() < Duration::from_secs(1), "it took {:?}", start.elapsed());
+    assert_eq!(status.code(), Some(1));
+    assert!(response.bytes().await.is_err(), "the stream was cut");
+}
+
+#[test]
+fn a_simulated_engine_leaves_at_a_signal() {
+    let mut engine = Program::start(&["engine", "--role", "both", "--listen", "127.0.0.1:0"], &[]);
+    engine.url("simulated engine");
+    engine.signal("INT");
+    assert_eq!(engine.wait().code(), Some(0));
+}
+
+#[test]
+fn help_names_every_subcommand_and_flag() {
+    let out = run(&["--help"], &[]);
+    assert_eq!(out.status.code(), Some(0));
+    let mut said = String::new();
+    out.stdout.as_slice().read_to_string(&mut said).unwrap();
+    for word in ["engine", "--listen", "--prefill", "--decode", "--config"] {
+        assert!(said.contains(word), "{word} is not in {said}");
+    }
+}
