@@ -59,10 +59,10 @@ async fn bytes_that_are_no_utf8_are_refused() {
 #[tokio::test]
 async fn a_body_that_is_no_object_is_refused() {
     refused(&[
-        ("invalid_type", b"[]"),
-        ("invalid_type", b"null"),
-        ("invalid_type", br#""text""#),
-        ("invalid_type", b"17"),
+        ("invalid_json", b"[]"),
+        ("invalid_json", b"null"),
+        ("invalid_json", br#""text""#),
+        ("invalid_json", b"17"),
     ])
     .await;
 }

@@ -214,7 +214,7 @@ async fn a_prefill_answer_that_is_truncated_json_is_never_silent() {
 
 #[tokio::test]
 async fn without_a_prefill_engine_the_answer_says_so() {
-    let cluster = Cluster::builder().prefill(0).unready().start().await;
+    let cluster = Cluster::builder().prefill(0).warns(&["no_prefill"]).unready().start().await;
     cluster
         .wait_for("the decode engine is ready", async || {
             cluster.get("/readyz").await.json()["decode_ready"] == 1
@@ -229,7 +229,7 @@ async fn without_a_prefill_engine_the_answer_says_so() {
 
 #[tokio::test]
 async fn without_a_decode_engine_no_prefill_is_started() {
-    let cluster = Cluster::builder().decode(0).unready().start().await;
+    let cluster = Cluster::builder().decode(0).warns(&["no_decode"]).unready().start().await;
     cluster
         .wait_for("the prefill engine is ready", async || {
             cluster.get("/readyz").await.json()["prefill_ready"] == 1

@@ -25,12 +25,13 @@ fn v2(config: &mut EngineConfig) {
     config.idle_trap = false;
 }
 
-async fn one_hand_off(cluster: Cluster, path: &str, mut body: Value, stream: bool) {
+async fn one_hand_off(tune: fn(&mut EngineConfig), path: &str, mut body: Value, stream: bool) {
+    let cluster = Cluster::builder().engine(tune).start().await;
     if stream {
         body["stream"] = json!(true);
         body["stream_options"] = json!({"include_usage": true});
     }
-    let alone = single(path, &body).await;
+    let alone = single_with(path, &body, tune).await;
     let answer = cluster.post(path, &body).await;
     let text = answer.generated();
     assert_eq!(text, alone.generated());
@@ -68,48 +69,44 @@ async fn v14_cluster() -> Cluster {
     Cluster::builder().start().await
 }
 
-async fn v2_cluster() -> Cluster {
-    Cluster::builder().engine(v2).start().await
-}
-
 #[tokio::test]
 async fn completion_is_handed_off() {
-    one_hand_off(v14_cluster().await, COMPLETIONS, completion(PROMPT, 24), false).await;
+    one_hand_off(|_| {}, COMPLETIONS, completion(PROMPT, 24), false).await;
 }
 
 #[tokio::test]
 async fn streamed_completion_is_handed_off() {
-    one_hand_off(v14_cluster().await, COMPLETIONS, completion(PROMPT, 24), true).await;
+    one_hand_off(|_| {}, COMPLETIONS, completion(PROMPT, 24), true).await;
 }
 
 #[tokio::test]
 async fn chat_is_handed_off() {
-    one_hand_off(v14_cluster().await, CHAT, chat(PROMPT, 24), false).await;
+    one_hand_off(|_| {}, CHAT, chat(PROMPT, 24), false).await;
 }
 
 #[tokio::test]
 async fn streamed_chat_is_handed_off() {
-    one_hand_off(v14_cluster().await, CHAT, chat(PROMPT, 24), true).await;
+    one_hand_off(|_| {}, CHAT, chat(PROMPT, 24), true).await;
 }
 
 #[tokio::test]
 async fn v2_completion_is_handed_off() {
-    one_hand_off(v2_cluster().await, COMPLETIONS, completion(PROMPT, 24), false).await;
+    one_hand_off(v2, COMPLETIONS, completion(PROMPT, 24), false).await;
 }
 
 #[tokio::test]
 async fn v2_streamed_completion_is_handed_off() {
-    one_hand_off(v2_cluster().await, COMPLETIONS, completion(PROMPT, 24), true).await;
+    one_hand_off(v2, COMPLETIONS, completion(PROMPT, 24), true).await;
 }
 
 #[tokio::test]
 async fn v2_chat_is_handed_off() {
-    one_hand_off(v2_cluster().await, CHAT, chat(PROMPT, 24), false).await;
+    one_hand_off(v2, CHAT, chat(PROMPT, 24), false).await;
 }
 
 #[tokio::test]
 async fn v2_streamed_chat_is_handed_off() {
-    one_hand_off(v2_cluster().await, CHAT, chat(PROMPT, 24), true).await;
+    one_hand_off(v2, CHAT, chat(PROMPT, 24), true).await;
 }
 
 #[tokio::test]

@@ -135,8 +135,8 @@ async fn beam_search_bypasses_the_prefill() {
 
 #[tokio::test]
 async fn several_prompts_bypass_the_prefill() {
-    bypasses("prompts", r#"{"model":"sim","prompt":["a","b"]}"#).await;
-    bypasses("prompts", r#"{"model":"sim","prompt":[[1,2],[3]]}"#).await;
+    bypasses("several_prompts", r#"{"model":"sim","prompt":["a","b"]}"#).await;
+    bypasses("several_prompts", r#"{"model":"sim","prompt":[[1,2],[3]]}"#).await;
 }
 
 #[tokio::test]
@@ -144,7 +144,9 @@ async fn two_choices_of_a_simulated_engine_are_both_there() {
     let cluster = Cluster::builder().start().await;
     let mut body = completion(PROMPT, 6);
     body["n"] = json!(2);
+    body["temperature"] = json!(0.7);
     let answer = cluster.post(COMPLETIONS, &body).await.json();
+    assert!(answer["choices"].is_array(), "{answer}");
     let indexes: Vec<&Value> = answer["choices"].as_array().unwrap().iter().map(|c| &c["index"]).collect();
     assert_eq!(indexes, [0, 1]);
     assert_eq!(parse(&only(cluster.d()).body), body);

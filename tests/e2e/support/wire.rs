@@ -111,9 +111,4 @@ impl Wire {
             }
         }
     }
-
-    /// Whether the other side closes, with nothing more sent.
-    pub(crate) async fn closed(&mut self) -> bool {
-        self.unread.is_empty() && !self.more().await
-    }
 }

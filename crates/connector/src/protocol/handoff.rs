@@ -40,6 +40,10 @@ pub struct HandOff {
     pub transfer_mode: Option<TransferMode>,
     /// Its own prefix-cache hits in tokens, when it says so.
     pub remote_prefill_cached_tokens: Option<u64>,
+    /// Reserved by vLLM; checked because engines read it.
+    pub remote_block_size: Option<u32>,
+    /// Push matching key, when a router has set one.
+    pub transfer_id: Option<String>,
     /// True when keys beginning with `_` are there, which only engines may set.
     pub has_internal_keys: bool,
 }
@@ -50,7 +54,6 @@ impl HandOff {
     /// # Errors
     /// The first defect in the order flags, remote fields, sizes, optional fields.
     pub fn parse(json: &[u8]) -> Result<Self, HandOffDefect> {
-        // Skipped values are not checked for UTF-8 by the parser, yet they travel on.
         let text = std::str::from_utf8(json).map_err(|_| HandOffDefect::NotJson)?;
         let raw = match serde_json::from_str(text).map_err(|_| HandOffDefect::NotJson)? {
             RawValue::Null => return Err(HandOffDefect::Null),
@@ -92,6 +95,10 @@ impl HandOff {
                 "remote_prefill_cached_tokens",
                 raw.remote_prefill_cached_tokens,
             )?,
+            remote_block_size: optional(raw.remote_block_size)
+                .map(|value| size("remote_block_size", value))
+                .transpose()?,
+            transfer_id: transfer_id(raw.transfer_id)?,
             has_internal_keys: raw.has_internal_keys,
         })
     }
@@ -183,6 +190,14 @@ fn seconds(field: &'static str, value: Option<Loose<'_>>) -> Result<Option<f64>,
         Some(Loose::Float(value)) => Ok(Some(value)),
         Some(Loose::Int(value)) => Ok(Some(value as f64)),
         Some(_) => Err(HandOffDefect::WrongType { field, expected: "a number" }),
+    }
+}
+
+fn transfer_id(value: Option<Loose<'_>>) -> Result<Option<String>, HandOffDefect> {
+    match optional(value) {
+        None => Ok(None),
+        Some(Loose::Text(id)) => Ok(Some(id.into_owned())),
+        Some(_) => Err(HandOffDefect::WrongType { field: "transfer_id", expected: "a string" }),
     }
 }
 

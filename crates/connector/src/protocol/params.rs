@@ -240,7 +240,7 @@ impl<'de> Deserialize<'de> for BlockIds {
 
 /// The whole object, as an engine reads and writes it; fields are declared in vLLM's wire order.
 #[derive(Debug, Clone, PartialEq, Default, serde::Serialize, serde::Deserialize)]
-#[serde(default)]
+#[serde(default, remote = "Self")]
 pub struct KvTransferParams {
     /// "You are the decode engine: fetch the blocks."
     #[serde(deserialize_with = "null_as_false")]
@@ -293,6 +293,20 @@ pub struct KvTransferParams {
     /// Fields this version does not know, in their original order.
     #[serde(flatten)]
     pub extra: serde_json::Map<String, serde_json::Value>,
+}
+
+impl<'de> Deserialize<'de> for KvTransferParams {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        // A map first: the last of two equal keys wins, as in Python.
+        let map = serde_json::Map::deserialize(deserializer)?;
+        Self::deserialize(serde_json::Value::Object(map)).map_err(de::Error::custom)
+    }
+}
+
+impl Serialize for KvTransferParams {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        Self::serialize(self, serializer)
+    }
 }
 
 impl KvTransferParams {

@@ -3,6 +3,7 @@
 //! Requests are logged and armed faults applied here, once, before any handler runs.
 
 mod answer;
+mod fields;
 mod generate;
 mod pages;
 mod reject;

@@ -152,9 +152,9 @@ pub(crate) fn json_response(status: StatusCode, body: String) -> Response {
 /// Python's representation of a JSON value inside an error message, containers described by size.
 pub(crate) fn python_input(value: &Value) -> String {
     match value {
-        Value::Null => "None".to_owned(),
-        Value::Bool(true) => "True".to_owned(),
-        Value::Bool(false) => "False".to_owned(),
+        Value::Null => "'None'".to_owned(),
+        Value::Bool(true) => "'True'".to_owned(),
+        Value::Bool(false) => "'False'".to_owned(),
         Value::Number(number) => format!("'{number}'"),
         Value::String(text) => python_string(text),
         Value::Array(items) => format!("'<list of {} items>'", items.len()),

@@ -4,6 +4,7 @@
 
 use serde_json::{Map, Value};
 
+use super::fields::{Fields, integer_error, not_a_string};
 use super::reject::{Rejection, python_input};
 use crate::core::request::Sampling;
 use crate::tokens::{self, Token};
@@ -54,6 +55,9 @@ pub(crate) struct GenerationRequest {
 /// # Errors
 /// The schema's refusal of the first thing that does not fit.
 pub(crate) fn parse(endpoint: Endpoint, body: &[u8]) -> Result<GenerationRequest, Rejection> {
+    if body.is_empty() {
+        return Err(Rejection::schema_error("missing", "body", "Field required", "'None'", ""));
+    }
     let value: Value = serde_json::from_slice(body).map_err(|error| invalid_json(body, &error))?;
     let Value::Object(map) = value else {
         return Err(Rejection::schema_error(
@@ -65,6 +69,7 @@ pub(crate) fn parse(endpoint: Endpoint, body: &[u8]) -> Result<GenerationRequest
         ));
     };
     let fields = Fields { map: &map };
+    refuse_nulls(&fields, endpoint)?;
     let stream = fields.boolean("stream")?.unwrap_or(false);
     let (include_usage, continuous_usage) = stream_options(&fields, stream)?;
     let prompts = match endpoint {
@@ -200,10 +205,39 @@ fn check_length(prompt: &Prompt, max_model_len: usize) -> Result<(), Rejection> 
     Err(Rejection::bad_parameter(&message, "input_tokens", Some(&count.to_string())))
 }
 
+/// Some fields have a default but no null.
+fn refuse_nulls(fields: &Fields<'_>, endpoint: Endpoint) -> Result<(), Rejection> {
+    let is_null = |name: &str| fields.map.get(name).is_some_and(Value::is_null);
+    let mut integers = vec!["min_tokens"];
+    let mut booleans = vec!["ignore_eos", "include_stop_str_in_output"];
+    match endpoint {
+        Endpoint::Completions => integers.push("n"),
+        Endpoint::Chat => booleans.push("echo"),
+    }
+    if let Some(name) = integers.into_iter().find(|name| is_null(name)) {
+        return Err(integer_error(name, &Value::Null));
+    }
+    if let Some(name) = booleans.into_iter().find(|name| is_null(name)) {
+        let location = format!("body.{name}");
+        return Err(Rejection::schema_error(
+            "bool_type",
+            &location,
+            "Input should be a valid boolean",
+            "'None'",
+            "",
+        ));
+    }
+    if is_null("request_id") {
+        return Err(not_a_string("request_id", &Value::Null));
+    }
+    Ok(())
+}
+
 fn invalid_json(body: &[u8], error: &serde_json::Error) -> Rejection {
     let before: usize =
         body.split(|byte| *byte == b'\n').take(error.line().saturating_sub(1)).map(|l| l.len() + 1).sum();
-    let position = before + error.column().saturating_sub(1);
+    // A text that ends too early is blamed on its end, anything else on the offending character.
+    let position = if error.is_eof() { body.len() } else { before + error.column().saturating_sub(1) };
     Rejection::schema_error(
         "json_invalid",
         &format!("body.{position}"),
@@ -266,16 +300,6 @@ fn stop_strings(fields: &Fields<'_>) -> Result<Vec<String>, Rejection> {
     }
 }
 
-fn not_a_string(name: &str, value: &Value) -> Rejection {
-    Rejection::schema_error(
-        "string_type",
-        &format!("body.{name}"),
-        "Input should be a valid string",
-        &python_input(value),
-        "",
-    )
-}
-
 fn token_list(fields: &Fields<'_>, name: &str) -> Result<Vec<Token>, Rejection> {
     match fields.get(name) {
         None => Ok(Vec::new()),
@@ -292,19 +316,6 @@ fn token_list(fields: &Fields<'_>, name: &str) -> Result<Vec<Token>, Rejection> 
 
 fn token_id(name: &str, value: &Value) -> Result<Token, Rejection> {
     value.as_u64().and_then(|id| Token::try_from(id).ok()).ok_or_else(|| integer_error(name, value))
-}
-
-fn integer_error(name: &str, value: &Value) -> Rejection {
-    let (kind, message) = match value {
-        Value::String(_) => {
-            ("int_parsing", "Input should be a valid integer, unable to parse string as an integer")
-        }
-        Value::Number(_) => {
-            ("int_from_float", "Input should be a valid integer, got a number with a fractional part")
-        }
-        _ => ("int_type", "Input should be a valid integer"),
-    };
-    Rejection::schema_error(kind, &format!("body.{name}"), message, &python_input(value), "")
 }
 
 fn completion_prompts(fields: &Fields<'_>) -> Result<Vec<Prompt>, Rejection> {
@@ -349,6 +360,10 @@ fn id_prompt(items: &[Value]) -> Result<Prompt, Rejection> {
 }
 
 fn chat_prompt(fields: &Fields<'_>) -> Result<Prompt, Rejection> {
+    if fields.get("tools").and_then(Value::as_array).is_some_and(Vec::is_empty) {
+        let message = "`tools` must not be an empty array. Either provide at least one tool or omit the field entirely.";
+        return Err(Rejection::bad_parameter(message, "tools", None));
+    }
     match fields.get("messages") {
         None => Err(fields.missing("messages")),
         Some(Value::Array(messages)) => {
@@ -370,94 +385,4 @@ fn chat_prompt(fields: &Fields<'_>) -> Result<Prompt, Rejection> {
             "",
         )),
     }
-}
-
-/// Typed access to the fields of a body; JSON null counts as absent.
-struct Fields<'a> {
-    map: &'a Map<String, Value>,
-}
-
-impl<'a> Fields<'a> {
-    fn get(&self, name: &str) -> Option<&'a Value> {
-        self.map.get(name).filter(|value| !value.is_null())
-    }
-
-    fn missing(&self, name: &str) -> Rejection {
-        let input = format!("'<dict of {} items>'", self.map.len());
-        Rejection::schema_error("missing", &format!("body.{name}"), "Field required", &input, "")
-    }
-
-    fn text(&self, name: &str) -> Result<Option<String>, Rejection> {
-        match self.get(name) {
-            None => Ok(None),
-            Some(Value::String(text)) => Ok(Some(text.clone())),
-            Some(other) => Err(not_a_string(name, other)),
-        }
-    }
-
-    fn boolean(&self, name: &str) -> Result<Option<bool>, Rejection> {
-        match self.get(name) {
-            None => Ok(None),
-            Some(Value::Bool(flag)) => Ok(Some(*flag)),
-            Some(Value::Number(number)) if number.as_u64() == Some(0) => Ok(Some(false)),
-            Some(Value::Number(number)) if number.as_u64() == Some(1) => Ok(Some(true)),
-            Some(Value::String(text)) if text == "true" || text == "True" => Ok(Some(true)),
-            Some(Value::String(text)) if text == "false" || text == "False" => Ok(Some(false)),
-            Some(other) => Err(Rejection::schema_error(
-                "bool_parsing",
-                &format!("body.{name}"),
-                "Input should be a valid boolean, unable to interpret input",
-                &python_input(other),
-                "",
-            )),
-        }
-    }
-
-    fn integer(&self, name: &str) -> Result<Option<i64>, Rejection> {
-        let Some(value) = self.get(name) else { return Ok(None) };
-        let parsed = match value {
-            Value::Number(number) => number.as_i64().or_else(|| whole(number.as_f64()?)),
-            Value::String(text) => text.trim().parse().ok(),
-            Value::Bool(flag) => Some(i64::from(*flag)),
-            _ => None,
-        };
-        parsed.map(Some).ok_or_else(|| integer_error(name, value))
-    }
-
-    fn number(&self, name: &str) -> Result<Option<f64>, Rejection> {
-        let Some(value) = self.get(name) else { return Ok(None) };
-        let parsed = match value {
-            Value::Number(number) => number.as_f64(),
-            Value::String(text) => text.trim().parse().ok(),
-            _ => None,
-        };
-        parsed.map(Some).ok_or_else(|| {
-            Rejection::schema_error(
-                "float_parsing",
-                &format!("body.{name}"),
-                "Input should be a valid number, unable to parse string as a number",
-                &python_input(value),
-                "",
-            )
-        })
-    }
-
-    fn object(&self, name: &str) -> Result<Option<&'a Map<String, Value>>, Rejection> {
-        match self.get(name) {
-            None => Ok(None),
-            Some(Value::Object(map)) => Ok(Some(map)),
-            Some(other) => Err(Rejection::schema_error(
-                "dict_type",
-                &format!("body.{name}"),
-                "Input should be a valid dictionary",
-                &python_input(other),
-                "",
-            )),
-        }
-    }
-}
-
-#[expect(clippy::cast_possible_truncation, reason = "the value is whole and in range")]
-fn whole(number: f64) -> Option<i64> {
-    (number.fract() == 0.0 && number.abs() < 9.0e15).then_some(number as i64)
 }

@@ -15,7 +15,7 @@ async fn lease_ends_and_what_is_read_then_is_wrong_without_an_error() {
     let pair = Pair::with(
         Generation::V14,
         |p| {
-            p.lease = Duration::from_millis(200);
+            p.lease = Duration::from_secs(1);
             p.num_blocks = 32;
         },
         |_| {},
@@ -67,7 +67,7 @@ async fn heartbeats_of_a_queued_request_keep_the_lease() {
 
 #[tokio::test]
 async fn streamed_prefill_leg_strands_its_blocks_until_the_lease() {
-    let pair = Pair::with(Generation::V14, |p| p.lease = Duration::from_millis(300), |_| {}).await;
+    let pair = Pair::with(Generation::V14, |p| p.lease = Duration::from_secs(1), |_| {}).await;
     let body = set(&prefill_body(&completion(&long_prompt("sse"), 1)), json!({"stream": true}));
     let text = send(&pair.client, &pair.p, "/v1/completions", &body).await.text().await.unwrap();
     assert!(!text.contains("kv_transfer_params"));
@@ -96,10 +96,8 @@ async fn released_by_refusal(pair: &Pair, extra: Value) -> bool {
     let refused = set(&with_params(&body, &params), extra);
     let (status, answer) = post(&pair.client, &pair.d, "/v1/completions", &refused).await;
     assert!(status == 400 || status == 404, "{answer}");
-    let told = tokio::time::timeout(
-        Duration::from_millis(700),
-        eventually("it is told", || pair.p.stats().leases == 0),
-    );
+    let told =
+        tokio::time::timeout(Duration::from_secs(2), eventually("it is told", || pair.p.stats().leases == 0));
     told.await.is_ok()
 }
 

@@ -5,7 +5,7 @@
 use std::borrow::Cow;
 use std::fmt;
 
-use serde::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
 use super::HandOffDefect;
 use crate::protocol::params::BlockIds;
@@ -39,6 +39,8 @@ pub(super) struct RawHandOff<'a> {
     pub(super) remote_blocks_expiry_time: Option<Loose<'a>>,
     pub(super) transfer_mode: Option<Loose<'a>>,
     pub(super) remote_prefill_cached_tokens: Option<Loose<'a>>,
+    pub(super) remote_block_size: Option<Loose<'a>>,
+    pub(super) transfer_id: Option<Loose<'a>>,
     pub(super) has_internal_keys: bool,
 }
 
@@ -67,8 +69,52 @@ impl<'a> RawHandOff<'a> {
             "remote_blocks_expiry_time" => &mut self.remote_blocks_expiry_time,
             "transfer_mode" => &mut self.transfer_mode,
             "remote_prefill_cached_tokens" => &mut self.remote_prefill_cached_tokens,
+            "remote_block_size" => &mut self.remote_block_size,
+            "transfer_id" => &mut self.transfer_id,
             _ => return None,
         })
+    }
+}
+
+/// A value that is read as strictly as any other (depth, escapes, numbers) and then dropped.
+struct Skipped;
+
+impl<'de> Deserialize<'de> for Skipped {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct SkippedVisitor;
+        impl<'de> Visitor<'de> for SkippedVisitor {
+            type Value = Skipped;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("any JSON value")
+            }
+            fn visit_unit<E: Error>(self) -> Result<Self::Value, E> {
+                Ok(Skipped)
+            }
+            fn visit_bool<E: Error>(self, _: bool) -> Result<Self::Value, E> {
+                Ok(Skipped)
+            }
+            fn visit_i64<E: Error>(self, _: i64) -> Result<Self::Value, E> {
+                Ok(Skipped)
+            }
+            fn visit_u64<E: Error>(self, _: u64) -> Result<Self::Value, E> {
+                Ok(Skipped)
+            }
+            fn visit_f64<E: Error>(self, _: f64) -> Result<Self::Value, E> {
+                Ok(Skipped)
+            }
+            fn visit_str<E: Error>(self, _: &str) -> Result<Self::Value, E> {
+                Ok(Skipped)
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
+                while seq.next_element::<Skipped>()?.is_some() {}
+                Ok(Skipped)
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+                while map.next_entry::<Skipped, Skipped>()?.is_some() {}
+                Ok(Skipped)
+            }
+        }
+        deserializer.deserialize_any(SkippedVisitor)
     }
 }
 
@@ -121,7 +167,7 @@ impl<'de> Deserialize<'de> for RawValue<'de> {
                 Ok(RawValue::Other)
             }
             fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
-                while seq.next_element::<IgnoredAny>()?.is_some() {}
+                while seq.next_element::<Skipped>()?.is_some() {}
                 Ok(RawValue::Other)
             }
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
@@ -131,7 +177,7 @@ impl<'de> Deserialize<'de> for RawValue<'de> {
                     match raw.slot(&key) {
                         Some(slot) => *slot = Some(map.next_value()?),
                         None => {
-                            map.next_value::<IgnoredAny>()?;
+                            map.next_value::<Skipped>()?;
                         }
                     }
                 }
@@ -175,7 +221,7 @@ impl<'de> Deserialize<'de> for Loose<'de> {
                 read_block_ids(seq).map(Loose::List)
             }
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-                while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+                while map.next_entry::<Skipped, Skipped>()?.is_some() {}
                 Ok(Loose::Object)
             }
         }
@@ -228,7 +274,7 @@ impl<'de> Deserialize<'de> for Element {
                 Ok(Element::Group(ids))
             }
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-                while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+                while map.next_entry::<Skipped, Skipped>()?.is_some() {}
                 Ok(Element::Id(Err(HandOffDefect::BlockIdNotInteger)))
             }
         }

@@ -149,8 +149,14 @@ fn what_is_no_object_is_refused_by_kind() {
         assert_eq!(HandOff::parse(broken.as_bytes()), Err(HandOffDefect::NotJson), "{broken}");
     }
     assert_eq!(HandOff::parse(b"{\"a\":\"\xff\"}"), Err(HandOffDefect::NotJson));
-    let deep = format!("{{\"x\":{}", "[".repeat(100_000));
-    assert_eq!(HandOff::parse(deep.as_bytes()), Err(HandOffDefect::NotJson));
+    let nested = |depth: usize| {
+        let (open, close) = ("[".repeat(depth), "]".repeat(depth));
+        valid().to_string().replacen('{', &format!("{{\"x\":{open}{close},"), 1)
+    };
+    assert!(HandOff::parse(nested(100).as_bytes()).is_ok());
+    assert_eq!(HandOff::parse(nested(100_000).as_bytes()), Err(HandOffDefect::NotJson));
+    let half_a_character = valid().to_string().replacen('{', "{\"x\":\"\\ud800\",", 1);
+    assert_eq!(HandOff::parse(half_a_character.as_bytes()), Err(HandOffDefect::NotJson));
 }
 
 #[test]
@@ -163,6 +169,8 @@ fn unknown_keys_are_legal_and_internal_ones_are_noticed() {
 fn escaped_keys_and_the_last_of_two_equal_keys_count() {
     let text = valid().to_string().replace("\"tp_size\":1", "\"tp_size\":0,\"tp\\u005fsize\":2");
     assert_eq!(HandOff::parse(text.as_bytes()).unwrap().tp_size, 2);
+    let engine_side: KvTransferParams = serde_json::from_str(&text).unwrap();
+    assert_eq!(engine_side.tp_size.value(), Some(&2));
 }
 
 proptest! {
@@ -177,7 +185,7 @@ proptest! {
         field in proptest::sample::select(vec![
             "do_remote_prefill", "do_remote_decode", "remote_block_ids", "remote_engine_id",
             "remote_request_id", "remote_host", "remote_port", "tp_size", "dcp_size", "pp_size",
-            "remote_num_tokens", "remote_blocks_expiry_time", "transfer_mode", "x",
+            "remote_num_tokens", "remote_blocks_expiry_time", "transfer_mode", "remote_block_size", "transfer_id", "x",
         ]),
         value in proptest::sample::select(vec![
             json!(null), json!(0), json!(-1), json!(1e300), json!(u64::MAX), json!(""), json!("pull"), json!([]),

@@ -36,8 +36,10 @@ fn every_object_of_the_vectors_survives_a_round_trip() {
             continue;
         }
         assert_eq!(&again, json, "{}", case["name"]);
+        // Equality of JSON objects says nothing of the order of their keys.
+        let keys = |json: &Value| json.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
         let same_order = case["name"] != "prefill_request_echoed";
-        assert_eq!(again.to_string() == json.to_string(), same_order, "{}", case["name"]);
+        assert_eq!(keys(&again) == keys(json), same_order, "{}", case["name"]);
     }
     assert_eq!(seen, 27);
 }

@@ -223,6 +223,50 @@ fn a_removed_peer_is_unknown_and_can_be_added_again() {
     eventually(|| Some(pair.source.take_notifications()).filter(|m| !m.is_empty()));
 }
 
+/// The other process of the next test; does nothing when it is run by hand without input.
+#[test]
+#[ignore = "the child process of another test"]
+fn child_process_that_serves_its_memory() {
+    let (source, base) = agent("child");
+    source.memory().write(base, &[42; BLOCK as usize]).unwrap();
+    let blob: Vec<String> = source.agent_metadata().iter().map(|byte| format!("{byte:02x}")).collect();
+    println!("\nagent {base} {}", blob.concat());
+    // Lives until the parent lets go.
+    std::io::stdin().read_line(&mut String::new()).unwrap();
+}
+
+#[test]
+fn another_process_is_read_and_its_death_noticed() {
+    use std::io::{BufRead, BufReader};
+    use std::process::{Command, Stdio};
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--ignored", "--exact", "--nocapture"])
+        .arg("transport::loopback::tests::child_process_that_serves_its_memory")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let line = lines.map(Result::unwrap).find(|line| line.starts_with("agent ")).unwrap();
+    let [_, base, blob] = line.split(' ').collect::<Vec<_>>()[..] else { panic!("{line}") };
+    let (base, blob) = (base.parse().unwrap(), crate::golden::unhex(&blob.into()));
+    let (mut reader, reader_base) = agent("reader");
+    let name = reader.add_remote_agent(&blob).unwrap();
+    let local = reader.prepare_local(&blocks(reader_base)).unwrap();
+    let remote = reader.prepare_remote(&name, &blocks(base)).unwrap();
+    let read = |reader: &mut LoopbackAgent| {
+        let ids: (ListId, &[u64]) = (remote, &[0]);
+        let transfer = reader.make_transfer(TransferOp::Read, (local, &[1]), ids, Some(b"r:1")).unwrap();
+        reader.post(transfer).unwrap();
+        ended(reader, transfer)
+    };
+    assert_eq!(read(&mut reader), TransferState::Done);
+    assert_eq!(reader.memory().read(reader_base + BLOCK, BLOCK).unwrap(), [42; BLOCK as usize]);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(read(&mut reader), TransferState::Failed);
+}
+
 #[test]
 fn memory_is_bounds_checked() {
     let memory = KvMemory::allocate(&[16, 16]);
