@@ -210,14 +210,14 @@ async fn model_lists_are_united_with_every_field() {
         .await;
     let sim = json!({"id": "sim", "object": "model", "created": 17, "max_model_len": 8192, "permission": [{"x": 1.50}]});
     let other = json!({"id": "other/model", "object": "model", "root": "r", "parent": null});
-    let united = json!({"object": "list", "data": [sim, other]});
+    let united = json!({"object": "list", "data": [other, sim]});
     cluster
         .wait_for("both lists are known", async || cluster.get("/v1/models").await.text().contains("other/model"))
         .await;
     assert_eq!(cluster.get("/v1/models").await.json(), united);
     assert!(cluster.get("/v1/models").await.text().contains("1.50"));
-    assert_eq!(cluster.get("/v1/models/sim").await.json(), united["data"][0]);
-    assert_eq!(cluster.get("/v1/models/other/model").await.json(), united["data"][1]);
+    assert_eq!(cluster.get("/v1/models/sim").await.json(), united["data"][1]);
+    assert_eq!(cluster.get("/v1/models/other/model").await.json(), united["data"][0]);
     cluster.assert_error(&cluster.get("/v1/models/none").await, 404, "model_not_found");
     cluster.finish().await;
 }

@@ -161,7 +161,7 @@ async fn one_of_each_is_handed_off() {
         json!({"model": "sim", "prompt": PROMPT, "max_tokens": 2, "n": 1}),
         json!({"model": "sim", "prompt": [PROMPT], "max_tokens": 2}),
         json!({"model": "sim", "prompt": [104, 101, 108, 108, 111], "max_tokens": 2}),
-        json!({"model": "sim", "prompt": PROMPT, "max_tokens": 2, "use_beam_search": false, "n": null}),
+        json!({"model": "sim", "prompt": PROMPT, "max_tokens": 2, "use_beam_search": false, "best_of": null}),
     ];
     for (done, body) in bodies.iter().enumerate() {
         let answer = cluster.post(COMPLETIONS, body).await;

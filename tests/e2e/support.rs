@@ -250,17 +250,35 @@ impl Cluster {
     pub(crate) async fn wait_for(&self, what: &str, mut holds: impl AsyncFnMut() -> bool) {
         let end = Instant::now() + SOON;
         while !holds().await {
-            assert!(Instant::now() < end, "not within {SOON:?}: {what}; log: {:?}", self.log.lines());
+            assert!(Instant::now() < end, "not within {SOON:?}: {what}; {}", self.story());
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
 
     /// Waits until no request holds a block on any engine.
     pub(crate) async fn wait_no_blocks(&self) {
-        self.wait_for("all engines have freed their blocks", async || {
-            self.prefill.iter().chain(&self.decode).all(|engine| engine.stats().blocks_held == 0)
-        })
-        .await;
+        let held = || {
+            let all = self.prefill.iter().chain(&self.decode);
+            let held = all.map(|engine| (engine.addr().port(), engine.stats()));
+            held.filter(|(_, stats)| stats.blocks_held > 0).collect::<Vec<_>>()
+        };
+        let end = Instant::now() + SOON;
+        while !held().is_empty() {
+            assert!(Instant::now() < end, "blocks are still held: {:#?}; {}", held(), self.story());
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// What happened, for a failed test's reader: the router's warnings, and each engine's requests.
+    fn story(&self) -> String {
+        let mut story = format!("log: {:#?}", self.log.lines());
+        for engine in self.prefill.iter().chain(&self.decode) {
+            for seen in generations(engine).iter().rev().take(4) {
+                let body = String::from_utf8_lossy(&seen.body[..seen.body.len().min(600)]);
+                story.push_str(&format!("\n{} {} {body}", engine.addr(), seen.path));
+            }
+        }
+        story
     }
 
     /// Waits until the router accounts for nothing any more.

@@ -2,22 +2,21 @@
 //! The only place that orders the two legs; everything it calls does one thing.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{CONTENT_TYPE, HeaderMap};
 use http::uri::PathAndQuery;
 use http::{Method, Response};
 use hyper::body::Incoming;
-use kv_connector::protocol::params::Generation;
-use tokio::time::{Instant, timeout};
+use tokio::time::Instant;
 
 use crate::Core;
-use crate::error::{Broken, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
+use crate::error::{Broken, HandOffRefusal, ProxyError, Stage, UpstreamFailure};
 use crate::handoff;
 use crate::lease::Lease;
 use crate::metrics::Outcome;
 use crate::pool::peer::{InFlight, Peer};
+use crate::prefill::PrefillLeg;
 use crate::request::{ClientRequest, Endpoint, pass_through_body};
 use crate::request_id::RequestId;
 use crate::settings::OnMissing;
@@ -99,30 +98,14 @@ impl Core {
         request: &ClientRequest,
         exchange: &Exchange,
     ) -> Result<Prefilled, ProxyError> {
-        let InFlightPeer { peer, _in_flight } = self.choose_prefill(request)?;
-        let ignore_eos = peer.generation() == Some(Generation::V2);
-        let leg = Leg {
-            stage: Stage::Prefill,
-            peer: &peer,
-            method: Method::POST,
-            path: request.endpoint().path(),
-            headers: request_headers(&exchange.headers, &exchange.request_id),
-            body: request.prefill_body(ignore_eos),
-        };
+        let in_flight = self.pool.choose(Stage::Prefill, Some(request.model()))?;
+        let peer = Arc::clone(&in_flight.peer);
+        let headers = request_headers(&exchange.headers, &exchange.request_id);
         let began = Instant::now();
-        let deadline = self.settings.timeouts.prefill;
-        let whole = timeout(deadline, self.whole_answer(leg, deadline)).await;
-        let (head, answer) = match whole {
-            Ok(Ok(answered)) => answered,
-            Ok(Err(failure)) => return Err(self.engine_failed(&peer, failure)),
-            Err(_) => {
-                let failure = UpstreamFailure {
-                    stage: Stage::Prefill,
-                    broken: Broken::Timeout,
-                    progress: Progress::Sent,
-                };
-                return Err(self.engine_failed(&peer, failure));
-            }
+        let mut leg = PrefillLeg::start(self, in_flight, request, &exchange.request_id, headers);
+        let (head, answer) = match leg.answer().await {
+            Ok(answered) => answered,
+            Err(failure) => return Err(self.engine_failed(&peer, failure)),
         };
         self.metrics.prefill_took(began.elapsed().as_secs_f64());
         if head.status().is_client_error() {
@@ -132,7 +115,7 @@ impl Core {
             peer.failed(&format!("prefill answered {}", head.status().as_u16()), false);
             return Err(ProxyError::PrefillFailed(head.status().as_u16()));
         }
-        match handoff::accept(&answer, &peer, route(&head).same_host) {
+        match handoff::accept(&answer, &peer, route(&head).same_host, self.tokens_per_block()) {
             Ok(hand_off) => {
                 peer.saw_engine(&hand_off.engine_id);
                 let lease = Lease::open(self, hand_off, &peer, request, &exchange.request_id);
@@ -146,22 +129,6 @@ impl Core {
                 self.without_hand_off(refused.refusal, &exchange.request_id)
             }
         }
-    }
-
-    fn choose_prefill(&self, request: &ClientRequest) -> Result<InFlightPeer, ProxyError> {
-        let in_flight = self.pool.choose(Stage::Prefill, Some(request.model()))?;
-        Ok(InFlightPeer { peer: Arc::clone(&in_flight.peer), _in_flight: in_flight })
-    }
-
-    async fn whole_answer(
-        &self,
-        leg: Leg<'_>,
-        head: Duration,
-    ) -> Result<(Response<()>, Bytes), UpstreamFailure> {
-        let stage = leg.stage;
-        let (head, body) = self.upstream.send(leg, head).await?.into_parts();
-        let answer = self.upstream.collect(stage, body, self.settings.limits.answer_bytes).await?;
-        Ok((Response::from_parts(head, ()), answer))
     }
 
     /// Counts a missing, defective or expiring hand-off and applies the policy for it.
@@ -213,16 +180,18 @@ impl Core {
         let answer = match answered {
             Ok(answer) => answer,
             Err(failure) => {
-                if let Some(lease) = &mut lease {
+                if let Some(lease) = lease.take() {
                     lease.refused();
                 }
                 return Err(self.engine_failed(&peer, failure));
             }
         };
         self.metrics.decode_head_took(began.elapsed().as_secs_f64());
-        if let (Some(lease), false) = (&mut lease, answer.status().is_success()) {
+        if !answer.status().is_success() {
             // Some refusals reach P by themselves and some do not; telling P twice is harmless.
-            lease.refused();
+            if let Some(lease) = lease.take() {
+                lease.refused();
+            }
         }
         let metrics = Arc::clone(&self.metrics);
         Ok((answer, Guards { in_flight, lease, tally: None, metrics, handed_over }))
@@ -254,7 +223,10 @@ impl Core {
         if let Some(since) = guards.handed_over {
             self.metrics.hand_over_took(since.elapsed().as_secs_f64());
         }
-        let tally = guards.tally.map(|tally| tally.ended(Outcome::of_status(head.status.as_u16())));
+        if head.status.is_success() {
+            guards.was_read();
+        }
+        let tally = guards.tally.take().map(|tally| tally.ended(Outcome::of_status(head.status.as_u16())));
         Ok(Response::from_parts(head, RelayBody::whole(answer_without_hand_off(whole), tally)))
     }
 
@@ -294,12 +266,6 @@ impl Core {
         tracing::warn!(peer = %peer.id, url = %peer.spec.url, stage, kind, "an engine failed");
         ProxyError::Upstream(failure)
     }
-}
-
-/// A peer with its guard, so that a leg can borrow the one while the other counts.
-struct InFlightPeer {
-    peer: Arc<Peer>,
-    _in_flight: InFlight,
 }
 
 /// Why there is no decode answer to relay.

@@ -117,6 +117,14 @@ pub enum HandOffRefusal {
         /// Prompt tokens that the engine counted.
         prompt: u64,
     },
+    /// The hand-off names fewer blocks than its tokens fill.
+    #[error("the hand-off names {blocks} blocks where {needed} are needed")]
+    TooFewBlocks {
+        /// Blocks of its longest list.
+        blocks: u64,
+        /// Blocks that its tokens fill at the engine's block size.
+        needed: u64,
+    },
     /// Too little of the lease is left to read the blocks safely.
     #[error("the hand-off's lease is about to end")]
     Expiring,
@@ -128,7 +136,11 @@ impl HandOffRefusal {
     pub const fn label(&self) -> &'static str {
         match self {
             Self::Missing => "missing",
-            Self::Garbage | Self::Defect(_) | Self::TokenCount(_) | Self::Coverage { .. } => "refused",
+            Self::Garbage
+            | Self::Defect(_)
+            | Self::TokenCount(_)
+            | Self::Coverage { .. }
+            | Self::TooFewBlocks { .. } => "refused",
             Self::Expiring => "expired",
         }
     }

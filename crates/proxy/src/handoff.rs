@@ -39,7 +39,14 @@ impl From<HandOffRefusal> for Refused {
 ///
 /// # Errors
 /// Why nothing of it may reach a decode engine.
-pub(crate) fn accept(answer: &Bytes, prefill: &Peer, same_host: bool) -> Result<HandedOff, Refused> {
+///
+/// `tokens_per_block` answers for an engine id, where it is known and to be checked.
+pub(crate) fn accept(
+    answer: &Bytes,
+    prefill: &Peer,
+    same_host: bool,
+    tokens_per_block: impl FnOnce(&str) -> Option<u64>,
+) -> Result<HandedOff, Refused> {
     let answer = PrefillAnswer::parse(answer).map_err(|_| HandOffRefusal::Garbage)?;
     let raw = answer.hand_off.as_ref().ok_or(HandOffRefusal::Missing)?;
     let hand_off = HandOff::parse(raw).map_err(HandOffRefusal::Defect)?;
@@ -60,7 +67,9 @@ pub(crate) fn accept(answer: &Bytes, prefill: &Peer, same_host: bool) -> Result<
         mode: hand_off.transfer_mode.unwrap_or(TransferMode::Pull),
         raw: rewritten,
     };
-    match misfit(&answer, covered) {
+    let longest = hand_off.remote_block_ids.groups().iter().map(Vec::len).max().unwrap_or(0) as u64;
+    let per_block = tokens_per_block(&handed_off.engine_id);
+    match misfit(&answer, covered).or_else(|| shortfall(&answer, covered, longest, per_block)) {
         None => Ok(handed_off),
         Some(refusal) => Err(Refused { refusal, unused: Some(Box::new(handed_off)) }),
     }
@@ -74,6 +83,17 @@ fn misfit(answer: &PrefillAnswer, covered: Option<u64>) -> Option<HandOffRefusal
     }
     let (covered, prompt) = (covered?, answer.prompt_tokens?);
     (covered > prompt).then_some(HandOffRefusal::Coverage { covered, prompt })
+}
+
+/// Whether the list is shorter than the tokens need, on which a decode engine dies.
+fn shortfall(
+    answer: &PrefillAnswer,
+    covered: Option<u64>,
+    blocks: u64,
+    tokens_per_block: Option<u64>,
+) -> Option<HandOffRefusal> {
+    let needed = covered.or(answer.prompt_tokens)?.div_ceil(tokens_per_block?);
+    (blocks < needed).then_some(HandOffRefusal::TooFewBlocks { blocks, needed })
 }
 
 /// The host to put in place of the one that P reports: the operator's word, or P's own address
@@ -121,7 +141,7 @@ mod tests {
 
     #[test]
     fn a_good_hand_off_passes_byte_for_byte() {
-        let accepted = accept(&answer(&hand_off("10.0.0.7"), 1), &prefill(|_| {}), false).unwrap();
+        let accepted = accept(&answer(&hand_off("10.0.0.7"), 1), &prefill(|_| {}), false, |_| None).unwrap();
         assert_eq!(accepted.raw, hand_off("10.0.0.7"));
         assert_eq!(accepted.blocks, 3);
         assert_eq!(accepted.generation, Generation::V14);
@@ -132,14 +152,14 @@ mod tests {
     #[test]
     fn item_41_an_address_private_to_p_becomes_ps_own() {
         for private in ["localhost", "LOCALHOST", "127.0.0.1", "127.0.1.1", "0.0.0.0", "::", "::1", "[::1]"] {
-            let accepted = accept(&answer(&hand_off(private), 1), &prefill(|_| {}), false).unwrap();
+            let accepted = accept(&answer(&hand_off(private), 1), &prefill(|_| {}), false, |_| None).unwrap();
             assert_eq!(accepted.raw, hand_off("10.0.0.7"), "{private}");
         }
     }
 
     #[test]
     fn on_the_same_host_a_private_address_stays() {
-        let accepted = accept(&answer(&hand_off("localhost"), 1), &prefill(|_| {}), true).unwrap();
+        let accepted = accept(&answer(&hand_off("localhost"), 1), &prefill(|_| {}), true, |_| None).unwrap();
         assert_eq!(accepted.raw, hand_off("localhost"));
     }
 
@@ -149,13 +169,14 @@ mod tests {
             spec.kv_host = Some("kv.internal".into());
             spec.kv_port = Some(7000);
         });
-        let accepted = accept(&answer(&hand_off("10.0.0.7"), 1), &peer, true).unwrap();
+        let accepted = accept(&answer(&hand_off("10.0.0.7"), 1), &peer, true, |_| None).unwrap();
         assert_eq!(accepted.raw, hand_off("kv.internal").replace("5600", "7000"));
     }
 
     #[test]
     fn two_tokens_are_refused() {
-        let refused = accept(&answer(&hand_off("10.0.0.7"), 2), &prefill(|_| {}), false).unwrap_err();
+        let refused =
+            accept(&answer(&hand_off("10.0.0.7"), 2), &prefill(|_| {}), false, |_| None).unwrap_err();
         assert_eq!(refused.refusal, HandOffRefusal::TokenCount(Some(2)));
         assert_eq!(refused.refusal.label(), "refused");
         assert_eq!(refused.unused.unwrap().raw, hand_off("10.0.0.7"), "its blocks can still be freed");
@@ -164,18 +185,32 @@ mod tests {
     #[test]
     fn more_tokens_than_the_prompt_has_are_refused() {
         let covering = hand_off("10.0.0.7").replace(r#""remote_num_tokens":40"#, r#""remote_num_tokens":41"#);
-        let refused = accept(&answer(&covering, 1), &prefill(|_| {}), false).unwrap_err();
+        let refused = accept(&answer(&covering, 1), &prefill(|_| {}), false, |_| None).unwrap_err();
         assert_eq!(refused.refusal, HandOffRefusal::Coverage { covered: 41, prompt: 40 });
+    }
+
+    #[test]
+    fn fewer_blocks_than_the_tokens_fill_are_refused() {
+        let with = |tokens_per_block| {
+            accept(&answer(&hand_off("10.0.0.7"), 1), &prefill(|_| {}), false, |id| {
+                assert_eq!(id, "e");
+                tokens_per_block
+            })
+        };
+        assert!(with(Some(16)).is_ok(), "40 tokens fill 3 blocks of 16");
+        assert!(with(None).is_ok());
+        let refused = with(Some(10)).unwrap_err();
+        assert_eq!(refused.refusal, HandOffRefusal::TooFewBlocks { blocks: 3, needed: 4 });
     }
 
     #[test]
     fn null_and_absent_are_missing() {
         let missing = [answer("null", 1), Bytes::from_static(b"{}")];
         for body in missing {
-            let refused = accept(&body, &prefill(|_| {}), false).unwrap_err();
+            let refused = accept(&body, &prefill(|_| {}), false, |_| None).unwrap_err();
             assert_eq!(refused.refusal, HandOffRefusal::Missing);
         }
-        let garbage = accept(&Bytes::from_static(b"<html>"), &prefill(|_| {}), false).unwrap_err();
+        let garbage = accept(&Bytes::from_static(b"<html>"), &prefill(|_| {}), false, |_| None).unwrap_err();
         assert_eq!(garbage.refusal, HandOffRefusal::Garbage);
     }
 }

@@ -15,7 +15,7 @@ use crate::handoff::HandedOff;
 use crate::ledger::{Granted, HandOffState};
 use crate::metrics::HandOffResult;
 use crate::pool::peer::Peer;
-use crate::request::ClientRequest;
+use crate::request::{ClientRequest, Endpoint};
 use crate::request_id::RequestId;
 use crate::splice::Spliced;
 use crate::upstream::{Leg, own_headers};
@@ -26,6 +26,10 @@ const RELEASE_TRIES: usize = 3;
 /// A model name that no fleet serves: a decode engine refuses it inside its handler, after the
 /// body has been read, and on that path tells the prefill engine that nobody will read the blocks.
 const NO_SUCH_MODEL: &str = "kvbaton/release-by-rejection";
+
+/// When a decode engine that is just shaking hands with P is made to step: soon after a handshake
+/// on a healthy network, and once more for a slow one.
+const NUDGES: [Duration; 2] = [Duration::from_millis(100), Duration::from_millis(900)];
 
 /// One granted hand-off, from P's answer until a decode engine has read it.
 pub(crate) struct Lease {
@@ -107,8 +111,18 @@ impl Lease {
         }
     }
 
-    /// The decode engine did not take it after all: the router has to free the blocks.
-    pub(crate) fn refused(&mut self) {
+    /// The decode engine has shown that it read the blocks.
+    pub(crate) fn read(mut self) {
+        if let Some(hold) = &mut self.hold
+            && let Some(decode) = &hold.decode
+        {
+            decode.knows_engine(&hold.hand_off.engine_id);
+        }
+        self.taken = true;
+    }
+
+    /// The decode engine did not take it after all: the router frees the blocks, from now on.
+    pub(crate) fn refused(mut self) {
         self.taken = false;
     }
 }
@@ -173,18 +187,40 @@ impl Hold {
         false
     }
 
+    /// The current generation's server tells P of a refusal inside its handler; the word goes out
+    /// with the engine's next step, unless it must shake hands with P first: then it waits for a
+    /// request that makes the engine step again. So a stranger to P, like version 2, which never
+    /// tells P of a refusal, is first asked to read the blocks for one token.
     async fn try_peer(&self, peer: &Arc<Peer>) -> Result<(), NotReleased> {
         let _in_flight = peer.enter();
-        let (path, body, wanted) = match self.hand_off.generation {
-            // Refused with 404 after parsing, which makes this generation's server notify P.
-            Generation::V14 => ("/v1/completions", self.rejected_body(), StatusCode::NOT_FOUND),
-            // This generation's server never tells P of a refusal: read the blocks for one token.
-            Generation::V2 => (
-                self.request.endpoint().path(),
-                self.request.release_body(self.hand_off.raw.clone()),
-                StatusCode::OK,
-            ),
-        };
+        let acquainted = peer.has_met(&self.hand_off.engine_id);
+        if self.hand_off.generation == Generation::V14 && acquainted {
+            return self.reject(peer).await;
+        }
+        let read = self.send(peer, self.request.endpoint().path(), self.one_token_body()).await?;
+        if read.is_success() {
+            peer.knows_engine(&self.hand_off.engine_id);
+            return Ok(());
+        }
+        if self.hand_off.generation == Generation::V2 {
+            return Err(NotReleased::Status(read));
+        }
+        self.reject(peer).await?;
+        for pause in NUDGES {
+            tokio::time::sleep(pause).await;
+            self.send(peer, Endpoint::Completions.path(), self.nudge_body()).await?;
+        }
+        Ok(())
+    }
+
+    async fn reject(&self, peer: &Arc<Peer>) -> Result<(), NotReleased> {
+        match self.send(peer, Endpoint::Completions.path(), self.rejected_body()).await? {
+            StatusCode::NOT_FOUND => Ok(()),
+            status => Err(NotReleased::Status(status)),
+        }
+    }
+
+    async fn send(&self, peer: &Arc<Peer>, path: &str, body: Spliced) -> Result<StatusCode, UpstreamFailure> {
         let leg = Leg {
             stage: Stage::Decode,
             peer,
@@ -197,7 +233,17 @@ impl Hold {
         let status = response.status();
         let limit = self.core.settings.limits.answer_bytes;
         self.core.upstream.collect(Stage::Decode, response.into_body(), limit).await?;
-        if status == wanted { Ok(()) } else { Err(NotReleased::Status(status)) }
+        Ok(status)
+    }
+
+    fn one_token_body(&self) -> Spliced {
+        self.request.release_body(self.hand_off.raw.clone())
+    }
+
+    /// The smallest request that makes an engine step.
+    fn nudge_body(&self) -> Spliced {
+        let model = serde_json::Value::from(self.request.model());
+        Spliced::from(Bytes::from(format!(r#"{{"model":{model},"prompt":"-","max_tokens":1}}"#)))
     }
 
     fn rejected_body(&self) -> Spliced {

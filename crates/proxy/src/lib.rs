@@ -9,6 +9,7 @@ mod lease;
 mod ledger;
 mod metrics;
 mod pool;
+mod prefill;
 mod registry;
 pub mod request;
 mod request_id;

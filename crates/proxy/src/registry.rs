@@ -144,6 +144,16 @@ impl Registry {
         self.engines.read().get(engine_id)?.get(&(pp_rank, tp_rank)).cloned()
     }
 
+    /// Tokens per block of an engine's block ids. Known for the newest generation only: an older
+    /// one tells the size of its kernel's blocks, of which a named block may hold several.
+    pub(crate) fn tokens_per_block(&self, engine_id: &str) -> Option<u64> {
+        let engines = self.engines.read();
+        let (_, rank) = engines.get(engine_id)?.first_key_value()?;
+        let NixlAgentMetadata::V14(metadata) = &rank.metadata else { return None };
+        let tokens = metadata.block_size.checked_mul(metadata.physical_blocks_per_logical_kv_block)?;
+        u64::try_from(tokens).ok().filter(|tokens| *tokens > 0)
+    }
+
     /// All engines with their ranks.
     #[must_use]
     pub fn list(&self) -> Vec<EngineView> {

@@ -97,6 +97,13 @@ pub struct HandOffPolicy {
     /// lease silently fetches other requests' KV.
     #[serde(with = "humantime_serde")]
     pub lease_margin: Duration,
+    /// How long a prefill whose client has left may still end by itself; then it is aborted. What
+    /// has ended cannot be aborted any more, so without this its blocks stay until the lease ends.
+    #[serde(with = "humantime_serde")]
+    pub abandon_grace: Duration,
+    /// Whether a hand-off must name enough blocks for its tokens where the registry knows the
+    /// engine's block size. Turn it off for models whose every layer has a sliding window.
+    pub check_block_count: bool,
 }
 
 impl Default for HandOffPolicy {
@@ -107,6 +114,8 @@ impl Default for HandOffPolicy {
             lease: Duration::from_secs(30),
             lease_v2: Duration::from_secs(480),
             lease_margin: Duration::from_secs(5),
+            abandon_grace: Duration::from_millis(500),
+            check_block_count: true,
         }
     }
 }

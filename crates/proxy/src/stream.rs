@@ -64,13 +64,20 @@ pub(crate) struct Guards {
 impl Guards {
     /// The answer is whole as far as the client is concerned.
     fn served(&mut self) {
-        self.lease = None;
+        self.was_read();
         self.tally = self.tally.take().map(|tally| tally.ended(Outcome::Served));
+    }
+
+    /// The decode engine has shown that it has the blocks.
+    pub(crate) fn was_read(&mut self) {
+        if let Some(lease) = self.lease.take() {
+            lease.read();
+        }
     }
 
     /// The answer cannot be completed: the blocks may be unread, and the engine is to blame.
     pub(crate) fn broke(&mut self) {
-        if let Some(lease) = &mut self.lease {
+        if let Some(lease) = self.lease.take() {
             lease.refused();
         }
         self.tally = self.tally.take().map(|tally| tally.ended(Outcome::EngineError));
@@ -195,13 +202,13 @@ impl Live {
         if self.guards.lease.is_some() {
             if memmem::find(data, ERROR_EVENT).is_some() {
                 // Under 200 this is how an engine says that it could not load the blocks.
-                if let Some(mut lease) = self.guards.lease.take() {
+                if let Some(lease) = self.guards.lease.take() {
                     lease.refused();
                 }
             } else {
                 let seen = memmem::find_iter(data, b"data: ").count();
                 if seen > events.before_token {
-                    self.guards.lease = None;
+                    self.guards.was_read();
                 } else {
                     events.before_token -= seen;
                 }
@@ -258,7 +265,7 @@ fn error_event(broken: Broken) -> Bytes {
         }
     };
     Bytes::from(format!(
-        "\n\ndata: {{\"error\":{{\"message\":\"{message}\",\"type\":\"upstream_error\",\"param\":null,\"code\":\"decode_{}\"}}}}\n\n",
+        "\n\ndata: {{\"error\":{{\"message\":\"{message}\",\"type\":\"upstream_error\",\"param\":null,\"code\":\"upstream_{}\"}}}}\n\n",
         broken.label()
     ))
 }
@@ -286,6 +293,6 @@ mod tests {
         let json = text.strip_prefix("\n\ndata: ").unwrap().strip_suffix("\n\n").unwrap();
         let value: serde_json::Value = serde_json::from_str(json).unwrap();
         assert_eq!(value["error"]["type"], "upstream_error");
-        assert_eq!(value["error"]["code"], "decode_reset");
+        assert_eq!(value["error"]["code"], "upstream_reset");
     }
 }

@@ -1,6 +1,6 @@
 //! One engine of the fleet: what the operator said of it, what was observed, what is in flight.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -13,6 +13,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 use crate::error::Stage;
+
+/// Most engines that are remembered as met; far more than a fleet has at a time.
+const MAX_MET: usize = 4096;
 
 /// What a peer does in the fleet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -195,6 +198,8 @@ pub(crate) struct Peer {
     prefix: String,
     replaced_authorization: Option<HeaderValue>,
     in_flight: AtomicUsize,
+    /// Prefill engines that this decode engine has read from; emptied when it may have restarted.
+    met: RwLock<HashSet<String>>,
     pub(crate) observed: RwLock<Observed>,
 }
 
@@ -230,6 +235,7 @@ impl Peer {
             prefix,
             replaced_authorization,
             in_flight: AtomicUsize::new(0),
+            met: RwLock::default(),
             observed: RwLock::new(observed),
         })
     }
@@ -292,6 +298,22 @@ impl Peer {
         self.observed.write().engine_ids.insert(engine_id.to_owned());
     }
 
+    /// Remembers that this decode engine has read from that prefill engine.
+    pub(crate) fn knows_engine(&self, engine_id: &str) {
+        if !self.has_met(engine_id) {
+            let mut met = self.met.write();
+            if met.len() >= MAX_MET {
+                met.clear();
+            }
+            met.insert(engine_id.to_owned());
+        }
+    }
+
+    /// Whether this decode engine has read from that prefill engine before.
+    pub(crate) fn has_met(&self, engine_id: &str) -> bool {
+        self.met.read().contains(engine_id)
+    }
+
     /// Records a failure that a request met; a lost connection makes the peer unreachable until
     /// its next good probe.
     pub(crate) fn failed(&self, kind: &str, unreachable: bool) {
@@ -299,7 +321,14 @@ impl Peer {
         observed.last_error = Some(PeerFault::now(kind));
         if unreachable {
             observed.state = PeerState::Unreachable;
+            drop(observed);
+            self.forget_met();
         }
+    }
+
+    /// The engine may have restarted: it knows nobody any more.
+    pub(crate) fn forget_met(&self) {
+        self.met.write().clear();
     }
 
     /// Counts one exchange until the guard is dropped.

@@ -74,6 +74,7 @@ async fn probe(peer: &Arc<Peer>, upstream: &Upstream, deadline: Duration) {
     let now = observed.state;
     drop(observed);
     if before != now {
+        peer.forget_met();
         tracing::info!(peer = %peer.id, role = peer.spec.role.stage().label(), state = ?now, "peer changed state");
     }
 }
