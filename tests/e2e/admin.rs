@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
 use crate::support::{
-    Answer, COMPLETIONS, Cluster, FakeEngine, PROMPT, Step, completion, engine_config, generations, http_answer,
-    listen, single_text,
+    Answer, COMPLETIONS, Cluster, FakeEngine, PROMPT, Step, completion, engine_config, generations,
+    http_answer, listen, single_text,
 };
 
 const JSON: (&str, &str) = ("content-type", "application/json");
@@ -38,6 +38,9 @@ async fn a_fleet_can_be_built_and_taken_down_at_run_time() {
     let nothing = json!({"ready": false, "prefill_ready": 0, "decode_ready": 0, "draining": false});
     assert_eq!((ready.status, ready.json()), (503, nothing));
     assert_eq!(cluster.get("/admin/peers").await.json(), json!({"peers": []}));
+    assert_eq!(cluster.get("/v1/models").await.json(), json!({"object": "list", "data": []}));
+    let head = cluster.send("HEAD", "/livez", &[], "").await;
+    assert_eq!((head.status, head.body.len()), (200, 0));
 
     let prefill = engine(&cluster, engine_sim::Role::Prefill, listen().await).await;
     let decode = engine(&cluster, engine_sim::Role::Decode, listen().await).await;
@@ -76,7 +79,12 @@ async fn a_removed_peer_finishes_what_it_has() {
     let gate = cluster.d().faults().hold(engine_sim::Stage::BeforeHead, engine_sim::Leg::Decode);
     let body = completion(PROMPT, 6);
     let peers = cluster.get("/admin/peers").await.json();
-    let paths: Vec<String> = peers["peers"].as_array().unwrap().iter().map(|p| format!("/admin/peers/{}", p["id"].as_str().unwrap())).collect();
+    let paths: Vec<String> = peers["peers"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|p| format!("/admin/peers/{}", p["id"].as_str().unwrap()))
+        .collect();
     let remove = async {
         gate.arrived(1).await;
         for path in &paths {
@@ -100,11 +108,19 @@ async fn a_peer_that_cannot_be_used_is_refused() {
         (400, "invalid_json", json!([])),
         (400, "invalid_peer", json!({"role": "prefill", "url": "ftp://10.0.0.1"})),
         (400, "invalid_peer", json!({"role": "prefill", "url": "10.0.0.1:1"})),
-        (400, "invalid_peer", json!({"role": "prefill", "url": "http://10.0.0.1:1", "authorization": "replace"})),
+        (
+            400,
+            "invalid_peer",
+            json!({"role": "prefill", "url": "http://10.0.0.1:1", "authorization": "replace"}),
+        ),
         (409, "peer_exists", json!({"role": "prefill", "url": url})),
     ] {
         let answer = add(&cluster, spec.clone()).await;
-        assert_eq!((answer.status, &answer.json()["error"]["code"]), (status, &json!(code)), "{spec}: {answer:?}");
+        assert_eq!(
+            (answer.status, &answer.json()["error"]["code"]),
+            (status, &json!(code)),
+            "{spec}: {answer:?}"
+        );
     }
     assert_eq!(cluster.get("/admin/peers").await.json()["peers"].as_array().unwrap().len(), 2);
     cluster.finish().await;
@@ -119,7 +135,10 @@ async fn a_peer_is_shown_with_what_it_is() {
         peers["peers"].as_array().unwrap().iter().zip([(cluster.p(), "prefill"), (cluster.d(), "decode")])
     {
         assert_eq!((&peer["role"], &peer["url"]), (&json!(role), &json!(engine.url())));
-        assert_eq!((&peer["state"], &peer["in_flight"], &peer["last_error"]), (&json!("ready"), &json!(0), &Value::Null));
+        assert_eq!(
+            (&peer["state"], &peer["in_flight"], &peer["last_error"]),
+            (&json!("ready"), &json!(0), &Value::Null)
+        );
         assert_eq!((&peer["version"], &peer["generation"]), (&json!("0.32.0"), &json!("v14")));
         assert_eq!(peer["models"], json!(["sim"]));
     }
@@ -129,7 +148,7 @@ async fn a_peer_is_shown_with_what_it_is() {
 
 #[tokio::test]
 async fn an_engine_that_goes_is_noticed_and_one_that_comes_back_too() {
-    let mut cluster = Cluster::builder().warns(&["no_decode"]).start().await;
+    let mut cluster = Cluster::builder().warns(&["no_decode", "probes"]).start().await;
     let decode = cluster.decode.remove(0);
     let addr = decode.addr();
     let peers = cluster.get("/admin/peers").await.json();
@@ -160,11 +179,14 @@ async fn part_of_the_fleet_may_be_down_at_the_start() {
     let mut cluster = Cluster::builder()
         .decode(0)
         .peer(Role::Decode, &format!("http://{addr}"))
+        .warns(&["probes"])
         .unready()
         .start()
         .await;
     let half = json!({"ready": false, "prefill_ready": 1, "decode_ready": 0, "draining": false});
-    cluster.wait_for("the prefill engine is ready", async || cluster.get("/readyz").await.json() == half).await;
+    cluster
+        .wait_for("the prefill engine is ready", async || cluster.get("/readyz").await.json() == half)
+        .await;
     assert_eq!(cluster.get("/readyz").await.status, 503);
     assert_eq!(cluster.get("/livez").await.json(), json!({"status": "ok"}));
     let late = engine(&cluster, engine_sim::Role::Decode, TcpListener::bind(addr).await.unwrap()).await;
@@ -183,6 +205,7 @@ async fn an_engine_that_is_down_does_not_stop_the_others() {
     let cluster = Cluster::builder()
         .peer(Role::Prefill, &down)
         .peer(Role::Decode, &down)
+        .warns(&["probes"])
         .start()
         .await;
     for _ in 0..6 {
@@ -212,7 +235,9 @@ async fn model_lists_are_united_with_every_field() {
     let other = json!({"id": "other/model", "object": "model", "root": "r", "parent": null});
     let united = json!({"object": "list", "data": [other, sim]});
     cluster
-        .wait_for("both lists are known", async || cluster.get("/v1/models").await.text().contains("other/model"))
+        .wait_for("both lists are known", async || {
+            cluster.get("/v1/models").await.text().contains("other/model")
+        })
         .await;
     assert_eq!(cluster.get("/v1/models").await.json(), united);
     assert!(cluster.get("/v1/models").await.text().contains("1.50"));
@@ -231,7 +256,10 @@ async fn other_endpoints_pass_to_a_decode_engine_as_they_are() {
     for path in ["/v1/embeddings", "/tokenize?a=b%20c&d", "/v1/responses", "/rerank", "/v1/messages"] {
         let answer = cluster.post_bytes(path, body, &[("x-request-id", "pass-1")]).await;
         assert_eq!((answer.status, answer.text().as_str()), (207, "\u{0}raw"), "{path}");
-        assert_eq!((answer.header("content-type"), answer.header("x-request-id")), ("application/x-odd", "pass-1"));
+        assert_eq!(
+            (answer.header("content-type"), answer.header("x-request-id")),
+            ("application/x-odd", "pass-1")
+        );
         let seen = decode.seen().pop().unwrap();
         assert_eq!(seen.line, format!("POST {path} HTTP/1.1"));
         assert_eq!(String::from_utf8(seen.body.clone()).unwrap(), body);
@@ -256,7 +284,9 @@ async fn embeddings_and_tokens_of_a_simulated_engine_pass() {
 #[tokio::test]
 async fn unknown_paths_and_methods_have_openais_error_shape() {
     let cluster = Cluster::builder().start().await;
-    for path in ["/", "/v1", "/v1/nothing", "/admin", "/v1/completions/x", "/sim/stats", "/v1/load_lora_adapter"] {
+    for path in
+        ["/", "/v1", "/v1/nothing", "/admin", "/v1/completions/x", "/sim/stats", "/v1/load_lora_adapter"]
+    {
         let answer = cluster.post_bytes(path, "{}", &[]).await;
         cluster.assert_error(&answer, 404, "unknown_endpoint");
         assert_ne!(answer.header("x-request-id"), "");
@@ -299,7 +329,8 @@ async fn the_router_turns_unready_before_it_leaves() {
     let leave = cluster.finish();
     let look = async {
         tokio::time::sleep(Duration::from_millis(100)).await;
-        let mut wire = crate::support::Wire::open(addr, b"GET /readyz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n").await;
+        let mut wire =
+            crate::support::Wire::open(addr, b"GET /readyz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n").await;
         wire.head().await.0
     };
     let ((), status) = tokio::join!(leave, look);

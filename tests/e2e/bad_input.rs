@@ -3,9 +3,7 @@
 use kvbaton::config::Config;
 use serde_json::json;
 
-use crate::support::{
-    CHAT, COMPLETIONS, Cluster, PROMPT, Wire, completion, generations, single_text,
-};
+use crate::support::{CHAT, COMPLETIONS, Cluster, PROMPT, Wire, completion, generations, single_text};
 
 /// These bodies must be refused by the router itself, with this code.
 async fn refused(cases: &[(&str, &[u8])]) {
@@ -236,5 +234,22 @@ async fn bytes_that_are_no_http_do_not_disturb_others() {
     half.send(b"ngth: 2\r\n\r\n{}").await;
     assert_eq!(half.head().await.0, 400);
     assert_eq!(wire.head().await.0, 400);
+    cluster.finish().await;
+}
+
+#[tokio::test]
+async fn a_connection_serves_on_after_an_error() {
+    let cluster = Cluster::builder().start().await;
+    let mut wire = Wire::connect(cluster.addr).await;
+    for (body, expected) in
+        [("{", 400), ("good", 200), (r#"{"model":"none","prompt":"a"}"#, 404), ("good", 200)]
+    {
+        let good = completion(PROMPT, 2).to_string();
+        let body = if body == "good" { &good } else { body };
+        wire.send(&crate::support::request(COMPLETIONS, &[], body)).await;
+        assert_eq!(wire.head().await.0, expected);
+        wire.skip_declared_body().await;
+    }
+    assert_eq!(cluster.relayed().await, 2.0);
     cluster.finish().await;
 }

@@ -7,10 +7,11 @@ use kvbaton_proxy::Role;
 use serde_json::{Value, json};
 
 use crate::support::{
-    CHAT, COMPLETIONS, Cluster, FakeEngine, PROMPT, Step, chat, completion, generations, http_answer, single_text,
+    CHAT, COMPLETIONS, Cluster, FakeEngine, PROMPT, Step, chat, completion, generations, http_answer,
+    single_text,
 };
 
-const SHORT: Duration = Duration::from_millis(400);
+const SHORT: Duration = Duration::from_millis(800);
 
 async fn cluster(warnings: &[&'static str]) -> Cluster {
     let impatient = |config: &mut kvbaton::config::Config| {
@@ -55,7 +56,10 @@ async fn gives(leg: Leg, fault: Fault, status: u16, code: &str) {
 }
 
 fn broken(status: u16) -> Fault {
-    Fault::Refuse { status, body: json!({"error": {"message": "http://10.0.0.1:5600 broke", "code": status}}) }
+    Fault::Refuse {
+        status,
+        body: json!({"error": {"message": "http://10.0.0.1:5600 broke", "code": status}}),
+    }
 }
 
 #[tokio::test]
@@ -174,7 +178,8 @@ async fn a_prefill_engine_that_does_not_speak_http_gives_502() {
 
 #[tokio::test]
 async fn a_prefill_answer_that_is_cut_gives_502() {
-    let cut = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n{\"id\":".to_vec();
+    let cut =
+        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n{\"id\":".to_vec();
     let (status, body, cluster) = prefill_bytes(cut).await;
     assert_eq!((status, &body["error"]["code"]), (502, &json!("upstream_reset")));
     cluster.finish().await;

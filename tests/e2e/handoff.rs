@@ -246,11 +246,8 @@ async fn many_concurrent_requests_never_mix() {
     for i in 0..48 {
         // A shared beginning of whole blocks and an own end, so that caches and hand-offs mix.
         let prompt = format!("{PROMPT} {} request {i}", "x".repeat(i % 19));
-        let (path, mut body) = if i % 2 == 0 {
-            (COMPLETIONS, completion(&prompt, 20))
-        } else {
-            (CHAT, chat(&prompt, 20))
-        };
+        let (path, mut body) =
+            if i % 2 == 0 { (COMPLETIONS, completion(&prompt, 20)) } else { (CHAT, chat(&prompt, 20)) };
         body["stream"] = json!(i % 3 == 0);
         requests.push((path, body));
     }
@@ -312,5 +309,71 @@ async fn hand_off_is_listed_while_it_lives() {
     let left = hand_off["lease_left_seconds"].as_f64().unwrap();
     assert!(left > 20.0 && left <= 30.0, "{list}");
     cluster.wait_idle().await;
+    cluster.finish().await;
+}
+
+/// Every part of an answer, not only its text.
+async fn whole_choices(path: &str, mut body: Value, more: Value) {
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    let alone = single(path, &body).await.json();
+    let cluster = v14_cluster().await;
+    let answer = cluster.post(path, &body).await.json();
+    assert_eq!(answer["choices"], alone["choices"]);
+    assert_eq!(answer["usage"]["completion_tokens"], alone["usage"]["completion_tokens"]);
+    assert_eq!(cluster.relayed().await, 1.0);
+    assert_eq!(cluster.d().stats().kv_pulls, 1);
+    cluster.finish().await;
+}
+
+#[tokio::test]
+async fn log_probabilities_are_the_single_engines() {
+    whole_choices(COMPLETIONS, completion(PROMPT, 9), json!({"logprobs": 3})).await;
+}
+
+#[tokio::test]
+async fn log_probabilities_of_chat_are_the_single_engines() {
+    whole_choices(CHAT, chat(PROMPT, 9), json!({"logprobs": true, "top_logprobs": 2})).await;
+}
+
+#[tokio::test]
+async fn an_echoed_prompt_is_the_single_engines() {
+    whole_choices(COMPLETIONS, completion(PROMPT, 9), json!({"echo": true})).await;
+}
+
+#[tokio::test]
+async fn a_stop_string_ends_the_text_where_the_single_engine_ends() {
+    let text = single_text(COMPLETIONS, &completion(PROMPT, 24)).await;
+    let stop = &text[7..9];
+    whole_choices(COMPLETIONS, completion(PROMPT, 24), json!({"stop": [stop]})).await;
+}
+
+#[tokio::test]
+async fn a_seed_gives_the_single_engines_text() {
+    whole_choices(COMPLETIONS, completion(PROMPT, 24), json!({"seed": 5, "temperature": 0.9})).await;
+}
+
+#[tokio::test]
+async fn a_conversation_of_several_turns_is_the_single_engines() {
+    let messages = json!([
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": PROMPT}]},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "Und auf Deutsch? Gr\u{fc}\u{df}e \u{1f600}"},
+    ]);
+    whole_choices(CHAT, chat("", 24), json!({"messages": messages})).await;
+}
+
+#[tokio::test]
+async fn engines_that_close_every_connection_are_no_fault() {
+    let cluster = v14_cluster().await;
+    for engine in [cluster.p(), cluster.d()] {
+        engine.faults().always(Fault::ConnectionClose);
+    }
+    let body = completion(PROMPT, 4);
+    let expected = single_text(COMPLETIONS, &body).await;
+    for _ in 0..10 {
+        assert_eq!(cluster.post(COMPLETIONS, &body).await.generated(), expected);
+    }
+    assert_eq!(cluster.relayed().await, 10.0);
     cluster.finish().await;
 }

@@ -24,7 +24,12 @@ fn injected() -> Vec<(&'static str, String)> {
         (COMPLETIONS, format!(r#"{{{prompt},"kv_transfer_params":{INJECTED},"kv_transfer_params":null}}"#)),
         (COMPLETIONS, format!(r#"{{{prompt},"extra_body":{{"kv_transfer_params":{INJECTED}}}}}"#)),
         (CHAT, format!(r#"{{{messages},"vllm_xargs":{{"kv_transfer_params":{INJECTED}}}}}"#)),
-        (CHAT, format!(r#"{{{messages},"sampling_params":{{"extra_args":{{"kv_transfer_params":{INJECTED}}}}}}}"#)),
+        (
+            CHAT,
+            format!(
+                r#"{{{messages},"sampling_params":{{"extra_args":{{"kv_transfer_params":{INJECTED}}}}}}}"#
+            ),
+        ),
         (COMPLETIONS, format!(r#"{{{prompt},"n":2,"kv_transfer_params":{INJECTED}}}"#)),
         ("/v1/embeddings", format!(r#"{{"model":"sim","input":"a","kv_transfer_params":{INJECTED}}}"#)),
         ("/v1/responses", format!(r#"{{"model":"sim","input":"a","kv_transfer_params":{INJECTED}}}"#)),
@@ -61,7 +66,8 @@ async fn a_name_inside_a_text_is_no_injection() {
 async fn null_and_empty_transfer_parameters_are_tolerated_and_replaced() {
     let cluster = Cluster::builder().start().await;
     for empty in ["null", "{}"] {
-        let body = format!(r#"{{"model":"sim","kv_transfer_params":{empty},"prompt":"{PROMPT}","max_tokens":2}}"#);
+        let body =
+            format!(r#"{{"model":"sim","kv_transfer_params":{empty},"prompt":"{PROMPT}","max_tokens":2}}"#);
         let answer = cluster.post_bytes(COMPLETIONS, body, &[]).await;
         assert_eq!(answer.status, 200, "{answer:?}");
         for engine in [cluster.p(), cluster.d()] {
@@ -76,7 +82,8 @@ async fn null_and_empty_transfer_parameters_are_tolerated_and_replaced() {
 
 #[tokio::test]
 async fn injected_transfer_parameters_are_stripped_on_demand() {
-    let strip = |config: &mut kvbaton::config::Config| config.hand_off.client_injected = ClientInjected::Strip;
+    let strip =
+        |config: &mut kvbaton::config::Config| config.hand_off.client_injected = ClientInjected::Strip;
     let cluster = Cluster::builder().config(strip).start().await;
     for (path, body) in injected().into_iter().filter(|(path, _)| [COMPLETIONS, CHAT].contains(path)) {
         let answer = cluster.post_bytes(path, body.clone(), &[]).await;

@@ -5,8 +5,8 @@ use kvbaton_proxy::Role;
 use serde_json::{Map, Value, json};
 
 use crate::support::{
-    CHAT, COMPLETIONS, Cluster, FakeEngine, PROMPT, Step, Wire, chat, completion, generations, http_answer, only,
-    parse, request, single_with,
+    CHAT, COMPLETIONS, Cluster, FakeEngine, PROMPT, Step, Wire, chat, completion, generations, http_answer,
+    only, parse, request, single_with,
 };
 
 /// The object that asks a prefill engine for a hand-off.
@@ -77,7 +77,8 @@ async fn min_tokens_stays_off_the_prefill_leg() {
 
 #[tokio::test]
 async fn min_tokens_stays_off_the_prefill_leg_of_chat() {
-    let body = r#"{"model":"sim","messages":[{"role":"user","content":"abc"}],"max_tokens":100,"min_tokens":5}"#;
+    let body =
+        r#"{"model":"sim","messages":[{"role":"user","content":"abc"}],"max_tokens":100,"min_tokens":5}"#;
     let messages = json!([{"role": "user", "content": "abc"}]);
     legs_v14(CHAT, body, json!({"model": "sim", "messages": messages, "max_tokens": 1})).await;
 }
@@ -186,14 +187,26 @@ async fn unknown_fields_keep_their_order_and_spelling_on_both_legs() {
         r#""temperature":0.0,"seed":7,"return_token_ids":false,"#,
         r#""chat_template_kwargs":{"b":true,"a":null},"user":"ü""#,
     );
-    let body = format!(r#"{{"model":"sim",{unknown},"messages":[{{"role":"user","content":"abc"}}],"max_tokens":4}}"#);
+    let body = format!(
+        r#"{{"model":"sim",{unknown},"messages":[{{"role":"user","content":"abc"}}],"max_tokens":4}}"#
+    );
     let cluster = Cluster::builder().start().await;
     let answer = cluster.post_bytes(CHAT, body.clone(), &[]).await;
     assert_eq!(answer.status, 200, "{}", answer.everything());
     let prefill = String::from_utf8(only(cluster.p()).body.to_vec()).unwrap();
     assert!(prefill.contains(unknown), "{prefill}");
     let names: Vec<String> = members(prefill.as_bytes()).into_iter().map(|(name, _)| name).collect();
-    let sent = ["model", "x", "temperature", "seed", "return_token_ids", "chat_template_kwargs", "user", "messages", "max_tokens"];
+    let sent = [
+        "model",
+        "x",
+        "temperature",
+        "seed",
+        "return_token_ids",
+        "chat_template_kwargs",
+        "user",
+        "messages",
+        "max_tokens",
+    ];
     assert_eq!(names, sent);
     assert_eq!(without_hand_off(&only(cluster.d()).body), body);
     cluster.finish().await;
@@ -250,7 +263,8 @@ async fn a_missing_request_id_is_made_once_per_request() {
 #[tokio::test]
 async fn two_request_id_lines_become_one() {
     let cluster = Cluster::builder().start().await;
-    let (prefill, decode, echoed) = request_ids(&cluster, &[("X-Request-Id", "a1"), ("x-request-id", "b2")]).await;
+    let (prefill, decode, echoed) =
+        request_ids(&cluster, &[("X-Request-Id", "a1"), ("x-request-id", "b2")]).await;
     assert_eq!((&prefill, &decode), (&vec![echoed.clone()], &vec![echoed.clone()]));
     assert!(!echoed.contains(','), "{echoed}");
     cluster.finish().await;
@@ -320,7 +334,8 @@ async fn authorization(policy: Value) -> Option<String> {
     let cluster = Cluster::builder().decode(0).unready().start().await;
     let mut spec = json!({"role": "decode", "url": engine.url()});
     spec.as_object_mut().unwrap().extend(policy.as_object().unwrap().clone());
-    let added = cluster.send("POST", "/admin/peers", &[("content-type", "application/json")], spec.to_string());
+    let added =
+        cluster.send("POST", "/admin/peers", &[("content-type", "application/json")], spec.to_string());
     assert_eq!(added.await.status, 201);
     cluster.wait_ready().await;
     let answer = cluster
@@ -414,6 +429,18 @@ async fn a_simulated_engines_answer_shows_no_transfer_parameters() {
             assert!(!answer.everything().contains("kv_transfer_params"), "{answer:?}");
             cluster.assert_hides_engines(&answer);
         }
+    }
+    cluster.finish().await;
+}
+
+#[tokio::test]
+async fn a_request_id_that_no_header_should_carry_is_replaced() {
+    let cluster = Cluster::builder().start().await;
+    let long = "x".repeat(300);
+    for bad in ["a,b", "", "a b", long.as_str()] {
+        let (prefill, decode, echoed) = request_ids(&cluster, &[("x-request-id", bad)]).await;
+        assert_ne!(echoed, bad);
+        assert_eq!((&prefill, &decode), (&vec![echoed.clone()], &vec![echoed.clone()]));
     }
     cluster.finish().await;
 }

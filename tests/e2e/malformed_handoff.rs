@@ -93,8 +93,8 @@ async fn never_reach_decode(generation: Generation) {
         let answer = cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await;
         assert_eq!(answer.status, 200, "{name}: {answer:?}");
         assert_eq!(answer.generated(), expected, "{name}");
-        let seen = generations(cluster.d()).pop().unwrap();
-        assert_eq!(parse(&seen.body).get("kv_transfer_params"), None, "{name}");
+        let seen = of_clients(cluster.d());
+        assert_eq!((seen.len(), seen.last()), (done + 1, Some(&completion(PROMPT, 6))), "{name}");
         assert!(!cluster.d().stats().dead, "{name} killed the decode engine");
         assert_eq!(cluster.relayed().await, 0.0, "{name}");
         assert_eq!(cluster.metric("kvbaton_handoffs_total", &[]).await, done as f64 + 1.0, "{name}");
@@ -144,7 +144,10 @@ fn of_clients(engine: &Engine) -> Vec<Value> {
 async fn decode_alone(cluster: &Cluster, fault: Fault, result: &str) {
     let body = completion(PROMPT, 6);
     cluster.p().faults().arm(ArmedFault { fault, leg: Leg::Prefill, sticky: false });
-    assert_eq!(cluster.post(COMPLETIONS, &body).await.generated(), single_text(COMPLETIONS, &body).await);
+    let answer = cluster.post(COMPLETIONS, &body).await;
+    let seen: Vec<Value> = generations(cluster.d()).iter().map(|seen| parse(&seen.body)).collect();
+    assert_eq!(answer.status, 200, "the decode engine saw {seen:#?}");
+    assert_eq!(answer.generated(), single_text(COMPLETIONS, &body).await);
     assert_eq!(of_clients(cluster.d()), [body]);
     assert!(!cluster.d().stats().dead);
     assert_eq!(cluster.metric("kvbaton_handoffs_total", &[("result", result)]).await, 1.0);
@@ -242,8 +245,10 @@ async fn fields_that_the_router_does_not_know_are_carried_on() {
 
 /// The host that a decode engine is told, when the prefill engine reports this one.
 async fn told_host(reported: &'static str) -> Value {
-    let cluster =
-        Cluster::builder().engine(move |config| config.advertise_host = Some(reported.to_owned())).start().await;
+    let cluster = Cluster::builder()
+        .engine(move |config| config.advertise_host = Some(reported.to_owned()))
+        .start()
+        .await;
     assert_eq!(cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await.status, 200);
     let host = parse(&generations(cluster.d())[0].body)["kv_transfer_params"]["remote_host"].clone();
     cluster.finish().await;

@@ -6,6 +6,7 @@ use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use futures_util::future::join_all;
 use serde_json::{Value, json};
 
 use crate::support::{Answer, CHAT, COMPLETIONS, PROMPT, chat, completion, single_text, stream_text};
@@ -117,7 +118,8 @@ async fn wait_registered(base: &str, engines: usize) {
 /// How many hand-offs were relayed and how many pulls the engines at these URLs made.
 async fn counted(base: &str, decode: &[String]) -> (u64, u64) {
     let page = get(base, "/metrics").await.text();
-    let relayed = page.lines().find_map(|line| line.strip_prefix("kvbaton_handoffs_total{result=\"relayed\"} "));
+    let relayed =
+        page.lines().find_map(|line| line.strip_prefix("kvbaton_handoffs_total{result=\"relayed\"} "));
     let mut pulls = 0;
     for url in decode {
         let page = get(url, "/metrics").await.text();
@@ -141,7 +143,11 @@ async fn without_arguments_it_runs_a_fleet_and_prints_a_line_that_works() {
     }
     wait_ready(&base).await;
     wait_registered(&base, 2).await;
-    let out = Command::new("sh").arg("-c").arg(format!("{} -sS --max-time 20 --fail", curl.trim())).output().unwrap();
+    let out = Command::new("sh")
+        .arg("-c")
+        .arg(format!("{} -sS --max-time 20 --fail", curl.trim()))
+        .output()
+        .unwrap();
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
     let answer: Value = serde_json::from_slice(&out.stdout).unwrap();
     let prompt = json!({"model": "sim", "prompt": "Once upon a time", "max_tokens": 24});
@@ -175,21 +181,36 @@ async fn engines_in_processes_of_their_own_give_the_single_engines_text() {
     let (prefill, decode) = ([engine("prefill"), engine("prefill")], [engine("decode"), engine("decode")]);
     let router = Program::start(
         &[
-            "serve", "--listen", &addr, "--prefill", &prefill[0].1, "--prefill", &prefill[1].1, "--decode",
-            &decode[0].1, "--decode", &decode[1].1,
+            "serve",
+            "--listen",
+            &addr,
+            "--prefill",
+            &prefill[0].1,
+            "--prefill",
+            &prefill[1].1,
+            "--decode",
+            &decode[0].1,
+            "--decode",
+            &decode[1].1,
         ],
         &[],
     );
     assert_eq!(router.url("listens on"), base);
     wait_ready(&base).await;
     wait_registered(&base, 4).await;
-    for i in 0..6 {
-        let mut body = completion(&format!("{i} {PROMPT}"), 16);
-        body["stream"] = json!(i % 2 == 0);
-        assert_eq!(post(&base, COMPLETIONS, &body).await.generated(), single_text(COMPLETIONS, &body).await);
+    let bodies: Vec<Value> = (0..40)
+        .map(|i| {
+            let mut body = completion(&format!("{i} {PROMPT}"), 16);
+            body["stream"] = json!(i % 2 == 0);
+            body
+        })
+        .collect();
+    let answers = join_all(bodies.iter().map(|body| post(&base, COMPLETIONS, body))).await;
+    for (body, answer) in bodies.iter().zip(answers) {
+        assert_eq!(answer.generated(), single_text(COMPLETIONS, body).await);
     }
     let urls: Vec<String> = decode.iter().map(|(_, url)| url.clone()).collect();
-    assert_eq!(counted(&base, &urls).await, (6, 6));
+    assert_eq!(counted(&base, &urls).await, (40, 40));
 }
 
 #[test]
@@ -201,7 +222,15 @@ fn all_wrong_settings_are_listed_at_once() {
     std::fs::remove_file(&file).unwrap();
     let said = String::from_utf8(out.stderr).unwrap();
     assert_eq!(out.status.code(), Some(2), "{said}");
-    for word in ["lisen", "listen", "timeouts.prefil", "timeouts.prefill", "on_mising", "on_missing", "KVBATON_LIMITS__BODY_BYTES"] {
+    for word in [
+        "lisen",
+        "listen",
+        "timeouts.prefil",
+        "timeouts.prefill",
+        "on_mising",
+        "on_missing",
+        "KVBATON_LIMITS__BODY_BYTES",
+    ] {
         assert!(said.contains(word), "{word} is not in {said}");
     }
     assert!(said.contains(file.to_str().unwrap()), "{said}");
@@ -218,9 +247,34 @@ fn unusable_values_are_listed_at_once() {
     }
 }
 
+#[tokio::test]
+async fn flags_win_over_the_environment_and_the_environment_over_the_file() {
+    let file = std::env::temp_dir().join(format!("kvbaton-e2e-layers-{}.toml", std::process::id()));
+    let text = "listen = \"127.0.0.1:1\"\n[fleet]\nmodel = \"of-the-file\"\ndecode = 2\n[admin]\ntoken = \"of-the-file\"\n";
+    std::fs::write(&file, text).unwrap();
+    let env = [("KVBATON_FLEET__MODEL", "of-the-env"), ("KVBATON_ADMIN__TOKEN", "of-the-env")];
+    let args =
+        ["--config", file.to_str().unwrap(), "--listen", "127.0.0.1:0", "--set", "fleet.model=of-the-flag"];
+    let program = Program::start(&args, &env);
+    let base = program.url("listens on");
+    wait_ready(&base).await;
+    std::fs::remove_file(&file).unwrap();
+    assert_eq!(get(&base, "/v1/models").await.json()["data"][0]["id"], "of-the-flag");
+    for (token, status) in [("of-the-file", 401), ("of-the-env", 200)] {
+        let request =
+            http().get(format!("{base}/admin/peers")).header("authorization", format!("Bearer {token}"));
+        let answer = Answer::read(request).await;
+        assert_eq!(answer.status, status);
+        if status == 200 {
+            assert_eq!(answer.json()["peers"].as_array().unwrap().len(), 3);
+        }
+    }
+}
+
 #[test]
 fn wrong_flags_are_wrong_usage() {
-    for args in [&["--no-such-flag"][..], &["--listen", "nonsense"], &["engine"], &["engine", "--role", "x"]] {
+    for args in [&["--no-such-flag"][..], &["--listen", "nonsense"], &["engine"], &["engine", "--role", "x"]]
+    {
         assert_eq!(run(args, &[]).status.code(), Some(2), "{args:?}");
     }
 }

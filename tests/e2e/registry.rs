@@ -51,7 +51,8 @@ async fn payloads_of_vllm_come_back_to_the_byte() {
     let cluster = Cluster::builder().prefill(0).decode(0).unready().start().await;
     let captured = vectors["captured_replies"].as_array().unwrap().iter();
     let captured = captured.map(|reply| (&reply["metadata_fields"]["engine_id"], &reply["frames_hex"][0]));
-    let made = vectors["metadata"].as_array().unwrap().iter().filter(|made| made.get("payload_hex").is_some());
+    let made =
+        vectors["metadata"].as_array().unwrap().iter().filter(|made| made.get("payload_hex").is_some());
     let made = made.map(|made| (&made["fields"]["engine_id"], &made["payload_hex"]));
     let mut count = 0;
     for (engine_id, hex) in captured.chain(made) {
@@ -99,7 +100,8 @@ async fn what_is_wrong_with_a_payload_is_named() {
         unhex(&cases.iter().find(|case| case["name"] == name).unwrap()["hex"])
     };
     let cluster = Cluster::builder().prefill(0).decode(0).unready().start().await;
-    for (name, word) in [("missing_hash", "compatibility_hash"), ("missing_metadata", "agent_metadata_bytes")] {
+    for (name, word) in [("missing_hash", "compatibility_hash"), ("missing_metadata", "agent_metadata_bytes")]
+    {
         let answer = put(&cluster, "e", case(name)).await;
         cluster.assert_error(&answer, 400, "malformed_payload");
         let message = answer.json()["error"]["message"].to_string();
@@ -157,11 +159,9 @@ async fn a_payload_says_what_became_of_it() {
     let payload = unhex(&vectors["metadata"][1]["payload_hex"]);
     let other = unhex(&vectors["metadata"][2]["payload_hex"]);
     let cluster = Cluster::builder().prefill(0).decode(0).unready().start().await;
-    for (payload, status, result) in [
-        (&payload, 201, "created"),
-        (&payload, 200, "unchanged"),
-        (&other, 200, "replaced"),
-    ] {
+    for (payload, status, result) in
+        [(&payload, 201, "created"), (&payload, 200, "unchanged"), (&other, 200, "replaced")]
+    {
         let answer = put(&cluster, "eng-p", payload.clone()).await;
         let expected = json!({"engine_id": "eng-p", "pp_rank": 0, "tp_rank": 0, "result": result});
         assert_eq!((answer.status, answer.json()), (status, expected));
@@ -225,7 +225,8 @@ async fn engines_of_different_versions_refuse_each_other() {
     let cluster = Cluster::builder().engine(older).start().await;
     let mut hashes = Vec::new();
     for engine in [cluster.p(), cluster.d()] {
-        let view = cluster.send("GET", &rank(engine.engine_id()), &[("accept", "application/json")], "").await;
+        let view =
+            cluster.send("GET", &rank(engine.engine_id()), &[("accept", "application/json")], "").await;
         hashes.push(view.json()["compatibility_hash"].clone());
     }
     assert_ne!(hashes[0], hashes[1]);
@@ -237,11 +238,8 @@ async fn engines_of_different_versions_refuse_each_other() {
 async fn operators_endpoints_answer_only_clients_on_this_host() {
     let cluster = Cluster::builder().start().await;
     let paths = ["/registry/v1/engines", "/admin/peers", "/admin/handoffs"];
-    let strangers = [
-        ("x-forwarded-for", "203.0.113.7"),
-        ("forwarded", "for=203.0.113.7"),
-        ("host", "kvbaton.example"),
-    ];
+    let strangers =
+        [("x-forwarded-for", "203.0.113.7"), ("forwarded", "for=203.0.113.7"), ("host", "kvbaton.example")];
     for path in paths {
         assert_eq!(cluster.get(path).await.status, 200);
         for stranger in strangers {

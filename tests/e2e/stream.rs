@@ -118,3 +118,28 @@ async fn usage_comes_at_the_end_of_a_stream_when_asked_for() {
     assert_eq!(last["usage"]["prompt_tokens"], PROMPT.len());
     cluster.finish().await;
 }
+
+#[tokio::test]
+async fn a_client_that_does_not_read_holds_the_engine_back() {
+    let piece = [b"data: ".as_slice(), &vec![b'x'; 64 << 20], b"\n\n"].concat();
+    let taken = Gate::new();
+    let steps = vec![
+        Step::Send(sse_head()),
+        Step::Send(chunk(&piece)),
+        Step::Open(taken.clone()),
+        Step::Send(chunk(b"")),
+    ];
+    let engine = FakeEngine::start(steps).await;
+    let cluster = Cluster::builder().decode(0).peer(Role::Decode, &engine.url()).start().await;
+    let mut body = completion(PROMPT, 12);
+    body["stream"] = json!(true);
+    let mut wire = Wire::open(cluster.addr, &request(COMPLETIONS, &[], &body.to_string())).await;
+    assert_eq!(wire.head().await.0, 200);
+    // Long enough for a router that reads ahead to have read all.
+    tokio::time::sleep(std::time::Duration::from_millis(500)).await;
+    assert!(!taken.is_open(), "64 MiB went into the router although its client reads nothing");
+    let (rest, end) = wire.rest().await;
+    assert_eq!((rest.len(), end), (piece.len(), End::Clean));
+    assert!(taken.is_open());
+    cluster.finish().await;
+}

@@ -356,10 +356,7 @@ pub(crate) async fn single_with(path: &str, body: &Value, tune: impl Fn(&mut Eng
     tune(&mut config);
     let engine = engine_sim::spawn(config, listen().await).await.unwrap();
     let url = format!("http://{}{path}", engine.addr());
-    let request = client::http()
-        .post(url)
-        .header("content-type", "application/json")
-        .body(body.to_string());
+    let request = client::http().post(url).header("content-type", "application/json").body(body.to_string());
     let answer = Answer::read(request).await;
     engine.shutdown().await;
     answer
@@ -419,4 +416,5 @@ pub(crate) fn chat(content: &str, max_tokens: u64) -> Value {
 }
 
 /// A prompt of several blocks.
-pub(crate) const PROMPT: &str = "The quick brown fox jumps over the lazy dog; then it sleeps in the warm sun.";
+pub(crate) const PROMPT: &str =
+    "The quick brown fox jumps over the lazy dog; then it sleeps in the warm sun.";

@@ -12,9 +12,12 @@ pub(crate) type BlockId = u32;
 /// The identity of a full block: its tokens and everything before them.
 pub(crate) type BlockHash = u128;
 
-/// Hashes of all full blocks of a token sequence, each covering its whole prefix.
-pub(crate) fn chain_hashes(tokens: &[Token], block_size: usize) -> Vec<BlockHash> {
-    let mut previous = 0x6b76_6261_746f_6e00_u128;
+/// Hashes of all full blocks of a token sequence, each covering its whole prefix. Sequences with
+/// different salts share nothing.
+pub(crate) fn chain_hashes(tokens: &[Token], block_size: usize, salt: &str) -> Vec<BlockHash> {
+    let mut previous = salt.bytes().fold(0x6b76_6261_746f_6e00_u128, |seed, byte| {
+        (seed ^ u128::from(byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b).rotate_left(29)
+    });
     tokens
         .chunks_exact(block_size)
         .map(|block| {
@@ -167,7 +170,7 @@ mod tests {
     #[test]
     fn cached_prefix_is_found_until_evicted() {
         let tokens: Vec<Token> = (0..48).collect();
-        let hashes = chain_hashes(&tokens, 16);
+        let hashes = chain_hashes(&tokens, 16, "");
         let mut pool = BlockPool::new(6);
         let blocks = pool.allocate(3).unwrap();
         pool.publish(&blocks, &hashes);
@@ -194,9 +197,9 @@ mod tests {
     #[test]
     fn chain_depends_on_every_earlier_token() {
         let mut tokens: Vec<Token> = (0..32).collect();
-        let before = chain_hashes(&tokens, 16);
+        let before = chain_hashes(&tokens, 16, "");
         tokens[0] = 99;
-        let after = chain_hashes(&tokens, 16);
+        let after = chain_hashes(&tokens, 16, "");
         assert_ne!(before[0], after[0]);
         assert_ne!(before[1], after[1]);
     }

@@ -179,19 +179,12 @@ impl Core {
         let answered = self.upstream.send(leg, self.settings.timeouts.decode_head).await;
         let answer = match answered {
             Ok(answer) => answer,
-            Err(failure) => {
-                if let Some(lease) = lease.take() {
-                    lease.refused();
-                }
-                return Err(self.engine_failed(&peer, failure));
-            }
+            Err(failure) => return Err(self.engine_failed(&peer, failure)),
         };
         self.metrics.decode_head_took(began.elapsed().as_secs_f64());
         if !answer.status().is_success() {
             // Some refusals reach P by themselves and some do not; telling P twice is harmless.
-            if let Some(lease) = lease.take() {
-                lease.refused();
-            }
+            lease = None;
         }
         let metrics = Arc::clone(&self.metrics);
         Ok((answer, Guards { in_flight, lease, tally: None, metrics, handed_over }))

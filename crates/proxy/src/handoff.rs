@@ -19,6 +19,8 @@ pub(crate) struct HandedOff {
     pub(crate) blocks: usize,
     pub(crate) generation: Generation,
     pub(crate) mode: TransferMode,
+    /// Whether a decode engine may read the blocks at all; what does not fit the prompt may kill it.
+    pub(crate) sound: bool,
 }
 
 /// A hand-off that must not be used.
@@ -66,12 +68,15 @@ pub(crate) fn accept(
         generation: if flat { Generation::V2 } else { Generation::V14 },
         mode: hand_off.transfer_mode.unwrap_or(TransferMode::Pull),
         raw: rewritten,
+        sound: true,
     };
     let longest = hand_off.remote_block_ids.groups().iter().map(Vec::len).max().unwrap_or(0) as u64;
     let per_block = tokens_per_block(&handed_off.engine_id);
     match misfit(&answer, covered).or_else(|| shortfall(&answer, covered, longest, per_block)) {
         None => Ok(handed_off),
-        Some(refusal) => Err(Refused { refusal, unused: Some(Box::new(handed_off)) }),
+        Some(refusal) => {
+            Err(Refused { refusal, unused: Some(Box::new(HandedOff { sound: false, ..handed_off })) })
+        }
     }
 }
 

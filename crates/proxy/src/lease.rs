@@ -1,5 +1,6 @@
-//! The router's hold on one granted hand-off, and how its blocks are freed when no decode engine
-//! takes it. A lease that is dropped before a decode engine has it is released.
+//! The router's hold on one granted hand-off, and how its blocks are freed when no decode engine is
+//! known to have read them. Telling P twice is harmless, an untold P holds the blocks for long: so a
+//! decode engine that was asked but showed nothing counts as one that did not read.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,11 +32,11 @@ const NO_SUCH_MODEL: &str = "kvbaton/release-by-rejection";
 /// on a healthy network, and once more for a slow one.
 const NUDGES: [Duration; 2] = [Duration::from_millis(100), Duration::from_millis(900)];
 
-/// One granted hand-off, from P's answer until a decode engine has read it.
+/// One granted hand-off, from P's answer until a decode engine has shown that it read the blocks.
+/// Dropped before that, it is released.
 pub(crate) struct Lease {
-    /// Taken only by the drop that hands it to the release task.
+    /// Taken only by whatever ends the lease.
     hold: Option<Box<Hold>>,
-    taken: bool,
 }
 
 struct Hold {
@@ -80,7 +81,7 @@ impl Lease {
             granted: Instant::now(),
             lasts,
         });
-        Self { hold: Some(hold), taken: false }
+        Self { hold: Some(hold) }
     }
 
     /// The hand-off's bytes for the decode leg.
@@ -101,36 +102,30 @@ impl Lease {
         })
     }
 
-    /// The hand-off is being sent to a decode engine, which from now on frees the blocks: by its
-    /// read, or by its abort when the connection is dropped.
+    /// The hand-off is being sent to a decode engine.
     pub(crate) fn dispatched(&mut self, decode: &Arc<Peer>) {
         if let Some(hold) = &mut self.hold {
             hold.core.ledger.dispatched(hold.key, &decode.id);
             hold.decode = Some(Arc::clone(decode));
-            self.taken = true;
         }
     }
 
     /// The decode engine has shown that it read the blocks.
     pub(crate) fn read(mut self) {
-        if let Some(hold) = &mut self.hold
-            && let Some(decode) = &hold.decode
-        {
-            decode.knows_engine(&hold.hand_off.engine_id);
+        if let Some(hold) = self.hold.take() {
+            if let Some(decode) = &hold.decode {
+                decode.knows_engine(&hold.hand_off.engine_id);
+            }
+            hold.core.ledger.close(hold.key, HandOffResult::Relayed);
         }
-        self.taken = true;
-    }
-
-    /// The decode engine did not take it after all: the router frees the blocks, from now on.
-    pub(crate) fn refused(mut self) {
-        self.taken = false;
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
         let Some(hold) = self.hold.take() else { return };
-        if self.taken {
+        // A decode engine that has had it so long has read it, or the blocks are gone.
+        if hold.decode.is_some() && hold.granted.elapsed() >= hold.lasts {
             hold.core.ledger.close(hold.key, HandOffResult::Relayed);
             return;
         }
@@ -150,7 +145,7 @@ enum NotReleased {
 }
 
 impl Hold {
-    async fn release(self) {
+    async fn release(self: Box<Self>) {
         let deadline = self.core.settings.timeouts.release;
         let released = tokio::time::timeout(deadline, self.try_peers()).await.unwrap_or(false);
         if released {
@@ -190,20 +185,23 @@ impl Hold {
     /// The current generation's server tells P of a refusal inside its handler; the word goes out
     /// with the engine's next step, unless it must shake hands with P first: then it waits for a
     /// request that makes the engine step again. So a stranger to P, like version 2, which never
-    /// tells P of a refusal, is first asked to read the blocks for one token.
+    /// tells P of a refusal, is rather asked to read the blocks for one token.
     async fn try_peer(&self, peer: &Arc<Peer>) -> Result<(), NotReleased> {
         let _in_flight = peer.enter();
         let acquainted = peer.has_met(&self.hand_off.engine_id);
-        if self.hand_off.generation == Generation::V14 && acquainted {
+        let newest = self.hand_off.generation == Generation::V14;
+        if newest && acquainted {
             return self.reject(peer).await;
         }
-        let read = self.send(peer, self.request.endpoint().path(), self.one_token_body()).await?;
-        if read.is_success() {
-            peer.knows_engine(&self.hand_off.engine_id);
-            return Ok(());
-        }
-        if self.hand_off.generation == Generation::V2 {
-            return Err(NotReleased::Status(read));
+        if self.hand_off.sound || !newest {
+            let read = self.send(peer, self.request.endpoint().path(), self.one_token_body()).await?;
+            if read.is_success() {
+                peer.knows_engine(&self.hand_off.engine_id);
+                return Ok(());
+            }
+            if !newest {
+                return Err(NotReleased::Status(read));
+            }
         }
         self.reject(peer).await?;
         for pause in NUDGES {
@@ -237,7 +235,8 @@ impl Hold {
     }
 
     fn one_token_body(&self) -> Spliced {
-        self.request.release_body(self.hand_off.raw.clone())
+        let salt = uuid::Uuid::new_v4().simple().to_string();
+        self.request.release_body(self.hand_off.raw.clone(), &salt)
     }
 
     /// The smallest request that makes an engine step.

@@ -225,8 +225,11 @@ impl ClientRequest {
     }
 
     /// The body that makes a decode engine read `hand_off` (raw JSON) and forget it: one token, no stream.
-    pub fn release_body(&self, hand_off: Bytes) -> Spliced {
-        self.plan.release_body(&self.body, hand_off)
+    ///
+    /// `salt`, which must need no JSON escape, keeps what is read out of other requests' prefix cache: the
+    /// blocks may already hold something else.
+    pub fn release_body(&self, hand_off: Bytes, salt: &str) -> Spliced {
+        self.plan.release_body(&self.body, hand_off, salt)
     }
 
     /// The body for the decode engine: the client's, with `hand_off` (raw JSON) added if there is one.

@@ -77,9 +77,7 @@ impl Guards {
 
     /// The answer cannot be completed: the blocks may be unread, and the engine is to blame.
     pub(crate) fn broke(&mut self) {
-        if let Some(lease) = self.lease.take() {
-            lease.refused();
-        }
+        self.lease = None;
         self.tally = self.tally.take().map(|tally| tally.ended(Outcome::EngineError));
     }
 }
@@ -202,9 +200,7 @@ impl Live {
         if self.guards.lease.is_some() {
             if memmem::find(data, ERROR_EVENT).is_some() {
                 // Under 200 this is how an engine says that it could not load the blocks.
-                if let Some(lease) = self.guards.lease.take() {
-                    lease.refused();
-                }
+                self.guards.lease = None;
             } else {
                 let seen = memmem::find_iter(data, b"data: ").count();
                 if seen > events.before_token {

@@ -19,6 +19,8 @@ pub(crate) enum Step {
     Send(Vec<u8>),
     /// Wait for the gate.
     Wait(Gate),
+    /// Open the gate: everything before has been taken by the router's side of the connection.
+    Open(Gate),
     /// Reset the connection.
     Reset,
     /// Stay silent for ever.
@@ -38,7 +40,11 @@ impl Gate {
         self.0.send_replace(true);
     }
 
-    async fn pass(&self) {
+    pub(crate) fn is_open(&self) -> bool {
+        *self.0.borrow()
+    }
+
+    pub(crate) async fn pass(&self) {
         let mut open = self.0.subscribe();
         let _ = open.wait_for(|open| *open).await;
     }
@@ -133,6 +139,7 @@ async fn serve(mut stream: TcpStream, script: Arc<Script>) {
                 }
             }
             Step::Wait(gate) => gate.pass().await,
+            Step::Open(gate) => gate.open(),
             Step::Reset => {
                 let _ = stream.set_zero_linger();
                 return;

@@ -39,7 +39,10 @@ impl Log {
         let unexpected: Vec<&String> = lines.iter().filter(|line| !expected(line)).collect();
         assert!(unexpected.is_empty(), "unexpected log lines: {unexpected:#?}");
         for text in &self.expected {
-            assert!(lines.iter().any(|line| line.contains(text)), "no log line contains {text:?}: {lines:#?}");
+            assert!(
+                lines.iter().any(|line| line.contains(text)),
+                "no log line contains {text:?}: {lines:#?}"
+            );
         }
     }
 }

@@ -30,11 +30,12 @@ pub(crate) enum End {
 pub(crate) struct Wire {
     stream: TcpStream,
     unread: Vec<u8>,
+    declared: usize,
 }
 
 impl Wire {
     pub(crate) async fn connect(addr: SocketAddr) -> Self {
-        Self { stream: TcpStream::connect(addr).await.unwrap(), unread: Vec::new() }
+        Self { stream: TcpStream::connect(addr).await.unwrap(), unread: Vec::new(), declared: 0 }
     }
 
     /// Connects and sends.
@@ -71,7 +72,17 @@ impl Wire {
         let head = self.until(b"\r\n\r\n").await.expect("an answer's head");
         let head = String::from_utf8(head).unwrap().to_ascii_lowercase();
         let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+        let length = head.lines().find_map(|line| line.strip_prefix("content-length: "));
+        self.declared = length.map_or(0, |length| length.parse().unwrap());
         (status, head)
+    }
+
+    /// Reads past a body whose length the last head declared.
+    pub(crate) async fn skip_declared_body(&mut self) {
+        while self.unread.len() < self.declared {
+            assert!(self.more().await, "the body is cut");
+        }
+        self.unread.drain(..self.declared);
     }
 
     /// The next chunk of a chunked body.

@@ -268,7 +268,7 @@ impl Core {
             .and_then(|params| params.remote_prefill_cached_tokens.value().copied())
             .and_then(|tokens| usize::try_from(tokens).ok());
         self.scheduler.on_new_request(&new.id, new.prompt.len(), new.params);
-        let hashes = chain_hashes(&new.prompt, self.shared.config.block_size);
+        let hashes = chain_hashes(&new.prompt, self.shared.config.block_size, &new.sampling.cache_salt);
         let request = Request {
             state: State::Waiting,
             prompt_len: new.prompt.len(),

@@ -17,6 +17,8 @@ pub(crate) struct Sampling {
     pub(crate) ignore_eos: bool,
     /// Tells sampled sequences apart; 0 is greedy.
     pub(crate) noise: u64,
+    /// Keeps the request's blocks apart from those of other salts in the prefix cache.
+    pub(crate) cache_salt: String,
 }
 
 /// A request as the HTTP layer submits it.

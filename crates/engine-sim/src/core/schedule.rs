@@ -62,7 +62,7 @@ impl Core {
             decodes = tokens == 1 && end == request.tokens.len();
             let full = end / size;
             if full > request.hashes.len() {
-                request.hashes = chain_hashes(&request.tokens, size);
+                request.hashes = chain_hashes(&request.tokens, size, &request.sampling.cache_salt);
             }
             // Falsified blocks must spoil the request that asked for it and no other.
             if request.corrupt.is_none() {

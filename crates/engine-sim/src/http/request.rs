@@ -47,6 +47,7 @@ pub(crate) struct GenerationRequest {
     pub(crate) continuous_usage: bool,
     pub(crate) return_token_ids: bool,
     pub(crate) request_id: Option<String>,
+    pub(crate) cache_salt: Option<String>,
     pub(crate) kv_transfer_params: Option<Map<String, Value>>,
 }
 
@@ -99,6 +100,7 @@ pub(crate) fn parse(endpoint: Endpoint, body: &[u8]) -> Result<GenerationRequest
         continuous_usage,
         return_token_ids: fields.boolean("return_token_ids")?.unwrap_or(false),
         request_id: fields.text("request_id")?,
+        cache_salt: fields.text("cache_salt")?,
         kv_transfer_params: fields.object("kv_transfer_params")?.cloned(),
     })
 }
@@ -183,6 +185,7 @@ impl GenerationRequest {
             stop_token_ids: self.stop_token_ids.clone(),
             ignore_eos: self.ignore_eos,
             noise: if greedy { 0 } else { self.seed.unwrap_or(0).cast_unsigned() },
+            cache_salt: self.cache_salt.clone().unwrap_or_default(),
         })
     }
 }

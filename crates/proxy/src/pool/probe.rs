@@ -75,7 +75,12 @@ async fn probe(peer: &Arc<Peer>, upstream: &Upstream, deadline: Duration) {
     drop(observed);
     if before != now {
         peer.forget_met();
-        tracing::info!(peer = %peer.id, role = peer.spec.role.stage().label(), state = ?now, "peer changed state");
+        let (role, url) = (peer.spec.role.stage().label(), &peer.spec.url);
+        if now == PeerState::Ready {
+            tracing::info!(peer = %peer.id, role, %url, "an engine is ready");
+        } else {
+            tracing::warn!(peer = %peer.id, role, %url, "an engine does not answer its probes");
+        }
     }
 }
 

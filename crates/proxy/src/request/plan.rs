@@ -189,10 +189,13 @@ impl Plan {
         splicer.finish()
     }
 
-    pub(super) fn release_body(&self, body: &Bytes, hand_off: Bytes) -> Spliced {
+    /// One token with a hand-off: reads the blocks and frees them. The salt comes last, and of
+    /// duplicates the engines' parser takes the last.
+    pub(super) fn release_body(&self, body: &Bytes, hand_off: Bytes, salt: &str) -> Spliced {
         let mut splicer = self.one_token(body, false);
         splicer.insert_static(self.end, HAND_OFF_KEY);
         splicer.insert(self.end, hand_off);
+        splicer.insert(self.end, Bytes::from(format!(r#","cache_salt":"{salt}""#)));
         splicer.finish()
     }
 

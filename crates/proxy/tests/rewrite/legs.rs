@@ -211,9 +211,8 @@ fn long_parts_are_shared_not_copied() {
 fn a_release_takes_the_hand_off_for_one_token() {
     let given = r#"{"model":"m","stream":true,"max_tokens":9,"min_tokens":3,"stop":"a","prompt":"p"}"#;
     let request = parse(Completions, given).unwrap();
-    let body = text(request.release_body(Bytes::from_static(b"{\"remote_port\":1}")));
-    let expected =
-        r#"{"model":"m","stream":false,"max_tokens":1,"prompt":"p","kv_transfer_params":{"remote_port":1}}"#;
+    let body = text(request.release_body(Bytes::from_static(b"{\"remote_port\":1}"), "s-1"));
+    let expected = r#"{"model":"m","stream":false,"max_tokens":1,"prompt":"p","kv_transfer_params":{"remote_port":1},"cache_salt":"s-1"}"#;
     assert_eq!(body, expected);
     assert_eq!(request.endpoint(), Completions);
 }
