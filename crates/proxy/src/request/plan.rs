@@ -1,6 +1,7 @@
 //! The edits that turn the client's body into the body of each leg.
 
 use bytes::Bytes;
+use kv_connector::protocol::params::prefill_request_params;
 
 use super::fields::Field;
 use super::injected::cuts_inside;
@@ -13,8 +14,6 @@ pub const MAX_EDITS: usize = 1024;
 
 const HAND_OFF: &str = "kv_transfer_params";
 const HAND_OFF_KEY: &[u8] = br#","kv_transfer_params":"#;
-const PREFILL_HAND_OFF: &[u8] = br#","kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}"#;
-
 /// What takes the place of an edited span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fill {
@@ -185,7 +184,8 @@ impl Plan {
 
     pub(super) fn prefill_body(&self, body: &Bytes, ignore_eos: bool) -> Spliced {
         let mut splicer = self.one_token(body, ignore_eos);
-        splicer.insert_static(self.end, PREFILL_HAND_OFF);
+        splicer.insert_static(self.end, HAND_OFF_KEY);
+        splicer.insert_static(self.end, prefill_request_params());
         splicer.finish()
     }
 
