@@ -7,7 +7,7 @@ mod layers;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
-use kvbaton_proxy::{HandOffPolicy, Limits, PeerSpec, Probe, Role, Settings, Timeouts};
+use kvbaton_proxy::{HandOffPolicy, Limits, PeerSpec, Probe, Retry, Role, Settings, Timeouts};
 use serde::{Deserialize, Serialize};
 
 pub use faults::{ConfigFault, ConfigFaults, Source};
@@ -37,6 +37,8 @@ pub struct Config {
     pub probe: Probe,
     /// What happens around the hand-off.
     pub hand_off: HandOffPolicy,
+    /// Trying again on another engine.
+    pub retry: Retry,
     /// Bounds on memory.
     pub limits: Limits,
 }
@@ -54,6 +56,7 @@ impl Default for Config {
             timeouts: Timeouts::default(),
             probe: Probe::default(),
             hand_off: HandOffPolicy::default(),
+            retry: Retry::default(),
             limits: Limits::default(),
         }
     }
@@ -152,6 +155,7 @@ impl Config {
             timeouts: self.timeouts.clone(),
             probe: self.probe.clone(),
             hand_off: self.hand_off.clone(),
+            retry: self.retry.clone(),
             limits: self.limits.clone(),
         }
     }
@@ -191,6 +195,16 @@ impl Config {
             if value.is_zero() {
                 wrong(key, "must not be zero".into(), "give a duration such as \"30s\"");
             }
+        }
+        for (key, value) in
+            [("retry.per_request", self.retry.per_request), ("retry.per_second", self.retry.per_second)]
+        {
+            if !(0.0..=1e6).contains(&value) {
+                wrong(key, "must be a number from 0 to 1000000".into(), "the default is 0.2 and 1.0");
+            }
+        }
+        if self.probe.patience == 0 {
+            wrong("probe.patience", "must not be zero".into(), "the default is 3");
         }
         if self.limits.body_bytes == 0 {
             wrong("limits.body_bytes", "must not be zero".into(), "the default is 67108864");

@@ -165,7 +165,7 @@ async fn a_body_of_the_limit_is_taken_and_one_more_byte_is_not() {
 #[tokio::test]
 async fn a_large_body_passes_below_the_default_limit() {
     let cluster = Cluster::builder().start().await;
-    let body = body_of(16 << 20);
+    let body = body_of(4 << 20);
     let answer = cluster.post_bytes(COMPLETIONS, body.clone(), &[]).await;
     assert_eq!(answer.generated(), single_text(COMPLETIONS, &completion("abc", 2)).await);
     assert!(generations(cluster.d())[0].body.len() > body.len());

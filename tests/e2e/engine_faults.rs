@@ -158,7 +158,7 @@ async fn an_engine_that_dies_while_it_generates_gives_502() {
 }
 
 /// A prefill engine whose bytes are no usable answer, for the policy that goes on without it.
-async fn prefill_bytes(bytes: Vec<u8>) -> (u16, Value, Cluster) {
+async fn prefill_bytes(bytes: Vec<u8>) -> (u16, Value, Cluster, FakeEngine) {
     let engine = FakeEngine::start(vec![Step::Send(bytes)]).await;
     let cluster =
         Cluster::builder().prefill(0).peer(Role::Prefill, &engine.url()).warns(&["prefill"]).start().await;
@@ -166,12 +166,12 @@ async fn prefill_bytes(bytes: Vec<u8>) -> (u16, Value, Cluster) {
     cluster.assert_hides_engines(&answer);
     assert!(!cluster.d().stats().dead);
     assert_eq!(engine.seen().len(), 1);
-    (answer.status, answer.json(), cluster)
+    (answer.status, answer.json(), cluster, engine)
 }
 
 #[tokio::test]
 async fn a_prefill_engine_that_does_not_speak_http_gives_502() {
-    let (status, body, cluster) = prefill_bytes(b"\x00\x01garbage\r\n\r\n".to_vec()).await;
+    let (status, body, cluster, _engine) = prefill_bytes(b"\x00\x01garbage\r\n\r\n".to_vec()).await;
     assert_eq!((status, &body["error"]["code"]), (502, &json!("upstream_protocol")));
     cluster.finish().await;
 }
@@ -180,14 +180,15 @@ async fn a_prefill_engine_that_does_not_speak_http_gives_502() {
 async fn a_prefill_answer_that_is_cut_gives_502() {
     let cut =
         b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n{\"id\":".to_vec();
-    let (status, body, cluster) = prefill_bytes(cut).await;
+    let (status, body, cluster, _engine) = prefill_bytes(cut).await;
     assert_eq!((status, &body["error"]["code"]), (502, &json!("upstream_reset")));
     cluster.finish().await;
 }
 
 /// A 200 that is no completion is a missing hand-off: the decode engine does it all, with a warning.
 async fn garbage(text: &str) {
-    let (status, body, cluster) = prefill_bytes(http_answer("200 OK", "application/json", text)).await;
+    let (status, body, cluster, _engine) =
+        prefill_bytes(http_answer("200 OK", "application/json", text)).await;
     assert_eq!(status, 200, "{text}: {body}");
     let expected = single_text(COMPLETIONS, &completion(PROMPT, 6)).await;
     assert_eq!(body["choices"][0]["text"], expected);
@@ -243,5 +244,22 @@ async fn without_a_decode_engine_no_prefill_is_started() {
     let answer = cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await;
     cluster.assert_error(&answer, 503, "no_decode");
     assert_eq!(generations(cluster.p()).len(), 0);
+    cluster.finish().await;
+}
+
+#[tokio::test]
+async fn an_answer_over_the_limit_gives_502() {
+    let answer = format!(r#"{{"choices":[{{"text":"{}"}}]}}"#, "x".repeat(300 << 10));
+    let engine =
+        FakeEngine::start(vec![Step::Send(http_answer("200 OK", "application/json", &answer))]).await;
+    let cluster = Cluster::builder()
+        .decode(0)
+        .peer(Role::Decode, &engine.url())
+        .config(|config| config.limits.answer_bytes = 256 << 10)
+        .warns(&["decode"])
+        .start()
+        .await;
+    let answer = cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await;
+    cluster.assert_error(&answer, 502, "upstream_too_large");
     cluster.finish().await;
 }

@@ -377,3 +377,20 @@ async fn engines_that_close_every_connection_are_no_fault() {
     assert_eq!(cluster.relayed().await, 10.0);
     cluster.finish().await;
 }
+
+/// An idle v2 prefill engine sees no notification; its next request lets it see all of them.
+#[tokio::test]
+async fn an_idle_v2_prefill_engine_frees_blocks_with_its_next_request() {
+    let trapped = |config: &mut EngineConfig| {
+        v2(config);
+        config.idle_trap = true;
+    };
+    let cluster = Cluster::builder().engine(trapped).start().await;
+    for done in 1..=4 {
+        assert_eq!(cluster.post(COMPLETIONS, &completion(PROMPT, 4)).await.status, 200);
+        assert_eq!(cluster.relayed().await, f64::from(done));
+        cluster.wait_for("one lease is left", async || cluster.p().stats().leases == 1).await;
+    }
+    cluster.wait_idle().await;
+    cluster.finish().await;
+}

@@ -444,3 +444,27 @@ async fn a_request_id_that_no_header_should_carry_is_replaced() {
     }
     cluster.finish().await;
 }
+
+/// The router reads and edits both answers, so no engine may compress one.
+#[tokio::test]
+async fn no_engine_is_asked_for_a_compressed_answer() {
+    let cluster = Cluster::builder().start().await;
+    let body = completion(PROMPT, 2).to_string();
+    let answer = cluster.post_bytes(COMPLETIONS, body, &[("accept-encoding", "gzip, br")]).await;
+    assert_eq!((answer.status, answer.header("content-encoding")), (200, ""));
+    for engine in [cluster.p(), cluster.d()] {
+        let headers = only(engine).headers;
+        let asked = headers.get("accept-encoding").map_or("identity", |value| value.to_str().unwrap());
+        assert_eq!(asked, "identity");
+    }
+    cluster.finish().await;
+}
+
+#[tokio::test]
+async fn a_query_does_not_keep_a_request_from_its_two_legs() {
+    let cluster = Cluster::builder().start().await;
+    let answer = cluster.post("/v1/completions?tenant=a%20b", &completion(PROMPT, 2)).await;
+    assert_eq!(answer.status, 200, "{answer:?}");
+    assert_eq!((cluster.relayed().await, cluster.d().stats().kv_pulls), (1.0, 1));
+    cluster.finish().await;
+}

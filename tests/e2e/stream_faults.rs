@@ -34,6 +34,7 @@ async fn refused(status: u16, stream: bool) {
     cluster.wait_no_blocks().await;
     cluster.wait_idle().await;
     assert_eq!(cluster.p().stats().kv_expired, 0);
+    assert_eq!(cluster.metric("kvbaton_handoffs_total", &[("result", "released")]).await, 1.0);
     cluster.finish().await;
 }
 
@@ -68,7 +69,7 @@ async fn a_context_overflow_reaches_a_streaming_client_as_the_engine_says_it() {
 }
 
 /// A stream whose engine ends it in a way, and what the client got of the body.
-async fn broken_stream(sent: &[&[u8]], last: Step, idle: Duration) -> (String, End, Cluster) {
+async fn broken_stream(sent: &[&[u8]], last: Step, idle: Duration) -> (String, End, Cluster, FakeEngine) {
     let gate = Gate::new();
     let mut steps = vec![Step::Send(sse_head())];
     steps.extend(sent.iter().map(|piece| Step::Send(chunk(piece))));
@@ -91,7 +92,7 @@ async fn broken_stream(sent: &[&[u8]], last: Step, idle: Duration) -> (String, E
     assert_eq!(body, sent.concat());
     gate.open();
     let (rest, end) = wire.rest().await;
-    (rest, end, cluster)
+    (rest, end, cluster, engine)
 }
 
 /// The rest of a stream must be an error event after a blank line, and nothing else.
@@ -108,7 +109,8 @@ fn assert_error_event(cluster: &Cluster, rest: &str, code: &str) {
 
 #[tokio::test]
 async fn a_reset_between_events_ends_the_stream_with_an_error_event() {
-    let (rest, end, cluster) = broken_stream(&[EVENT, EVENT], Step::Reset, Duration::from_secs(9)).await;
+    let (rest, end, cluster, _engine) =
+        broken_stream(&[EVENT, EVENT], Step::Reset, Duration::from_secs(9)).await;
     assert_error_event(&cluster, &rest, "upstream_reset");
     assert_eq!(end, End::Clean);
     assert_eq!(cluster.metric("kvbaton_stream_errors_total", &[]).await, 1.0);
@@ -118,7 +120,7 @@ async fn a_reset_between_events_ends_the_stream_with_an_error_event() {
 
 #[tokio::test]
 async fn a_reset_inside_an_event_does_not_merge_with_the_error_event() {
-    let (rest, end, cluster) =
+    let (rest, end, cluster, _engine) =
         broken_stream(&[EVENT, b"data: {\"choi"], Step::Reset, Duration::from_secs(9)).await;
     assert_error_event(&cluster, &rest, "upstream_reset");
     assert_eq!(end, End::Clean);
@@ -127,7 +129,8 @@ async fn a_reset_inside_an_event_does_not_merge_with_the_error_event() {
 
 #[tokio::test]
 async fn an_orderly_close_before_the_last_chunk_is_an_error_too() {
-    let (rest, end, cluster) = broken_stream(&[EVENT], Step::Send(Vec::new()), Duration::from_secs(9)).await;
+    let (rest, end, cluster, _engine) =
+        broken_stream(&[EVENT], Step::Send(Vec::new()), Duration::from_secs(9)).await;
     assert_error_event(&cluster, &rest, "upstream_reset");
     assert_eq!(end, End::Clean);
     cluster.finish().await;
@@ -136,7 +139,7 @@ async fn an_orderly_close_before_the_last_chunk_is_an_error_too() {
 #[tokio::test]
 async fn a_broken_chunk_header_is_an_error_too() {
     let garbage = Step::Send(b"zz\r\nnonsense".to_vec());
-    let (rest, end, cluster) = broken_stream(&[EVENT], garbage, Duration::from_secs(9)).await;
+    let (rest, end, cluster, _engine) = broken_stream(&[EVENT], garbage, Duration::from_secs(9)).await;
     assert_error_event(&cluster, &rest, "upstream_reset");
     assert_eq!(end, End::Clean);
     cluster.finish().await;
@@ -144,7 +147,7 @@ async fn a_broken_chunk_header_is_an_error_too() {
 
 #[tokio::test]
 async fn silence_inside_a_stream_ends_it_with_an_error_event() {
-    let (rest, end, cluster) = broken_stream(&[EVENT], Step::Hang, Duration::from_millis(600)).await;
+    let (rest, end, cluster, _engine) = broken_stream(&[EVENT], Step::Hang, Duration::from_millis(600)).await;
     assert_error_event(&cluster, &rest, "upstream_timeout");
     assert_eq!(end, End::Clean);
     cluster.wait_idle().await;

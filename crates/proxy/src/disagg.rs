@@ -19,7 +19,8 @@ use crate::pool::peer::{InFlight, Peer};
 use crate::prefill::PrefillLeg;
 use crate::request::{ClientRequest, Endpoint, pass_through_body};
 use crate::request_id::RequestId;
-use crate::settings::OnMissing;
+use crate::retry::{self, PrefillFault, Verdict};
+use crate::settings::{OnMissing, Retry};
 use crate::splice::{Spliced, answer_without_hand_off};
 use crate::stream::{Guards, RelayBody, Tally};
 use crate::upstream::{Leg, request_headers, response_headers, route};
@@ -33,16 +34,6 @@ pub struct Exchange {
     pub headers: HeaderMap,
 }
 
-/// What the prefill leg led to.
-enum Prefilled {
-    /// P holds the blocks for a decode engine.
-    HandedOff(Lease),
-    /// There is no usable hand-off; the decode engine computes the prompt.
-    ComputeOnDecode,
-    /// P refused the request; its answer is the client's.
-    Refused(Response<RelayBody>),
-}
-
 impl Core {
     /// Serves one completion. Dropping the future or the body aborts whatever leg is running and
     /// frees what P holds.
@@ -52,18 +43,19 @@ impl Core {
         exchange: &Exchange,
         body: Bytes,
     ) -> Result<Response<RelayBody>, ProxyError> {
-        let tally = Tally::new(Arc::clone(&self.metrics), endpoint);
-        let served = self.two_legs(endpoint, exchange, body).await;
+        self.retries.deposit();
+        let mut tally = Some(Tally::new(Arc::clone(&self.metrics), endpoint));
+        let served = self.two_legs(endpoint, exchange, body, &mut tally).await;
+        // Nobody has taken the tally: the request ends here.
+        let ended = |outcome| drop(tally.map(|tally| tally.ended(outcome)));
         match served {
-            Ok((answer, guards)) => {
-                self.relay(answer, Guards { tally: Some(tally), ..guards }, endpoint).await
-            }
-            Err(Stopped::Answer(response)) => {
-                tally.ended(Outcome::of_status(response.status().as_u16()));
-                Ok(response)
+            Ok(response) => Ok(response),
+            Err(Stopped::Refused(response)) => {
+                ended(Outcome::of_status(response.status().as_u16()));
+                Ok(*response)
             }
             Err(Stopped::Error(error)) => {
-                tally.ended(Outcome::of_error(&error));
+                ended(Outcome::of_error(&error));
                 Err(error)
             }
         }
@@ -74,94 +66,185 @@ impl Core {
         endpoint: Endpoint,
         exchange: &Exchange,
         body: Bytes,
-    ) -> Result<(Response<Incoming>, Guards), Stopped> {
+        tally: &mut Option<Tally>,
+    ) -> Result<Response<RelayBody>, Stopped> {
         let request = ClientRequest::parse(endpoint, body, self.settings.hand_off.client_injected.into())
             .map_err(ProxyError::from)?;
+        let mut tries = Tries::new(&self.settings.retry);
         // D first: without one, a prefill would only strand blocks.
-        let decode = self.pool.choose(Stage::Decode, Some(request.model()))?;
-        let lease = match request.bypass() {
-            Some(reason) => {
-                self.metrics.bypassed(reason);
-                None
+        let mut in_flight = self.pool.choose(Stage::Decode, Some(request.model()), &tries.decode)?;
+        let mut lease = self.hand_off(&request, exchange, &mut tries).await?;
+        loop {
+            if lease.as_ref().is_some_and(Lease::is_expiring) {
+                lease = None;
+                self.without_hand_off(HandOffRefusal::Expiring, &exchange.request_id)?;
             }
-            None => match self.prefill(&request, exchange).await? {
-                Prefilled::HandedOff(lease) => Some(lease),
-                Prefilled::ComputeOnDecode => None,
-                Prefilled::Refused(response) => return Err(Stopped::Answer(response)),
-            },
-        };
-        Ok(self.decode(&request, exchange, decode, lease).await?)
+            tries.decode.push(Arc::clone(&in_flight.peer));
+            let peer = Arc::clone(&in_flight.peer);
+            let failure = match self.decode(&request, exchange, in_flight, lease).await {
+                Err((failure, unseen)) => {
+                    lease = unseen;
+                    failure
+                }
+                Ok((answer, guards)) => {
+                    let status = answer.status().as_u16();
+                    if retry::after_decode_status(status) == Verdict::Again
+                        && let Some(next) = self.another_decode(&request, &mut tries)
+                    {
+                        peer.failed(&format!("decode answered {status}"), false);
+                        drop((answer, guards));
+                        in_flight = next;
+                        lease = self.hand_off(&request, exchange, &mut tries).await?;
+                        continue;
+                    }
+                    match self.relay(answer, guards, endpoint, tally).await {
+                        Ok(response) => return Ok(response),
+                        Err(failure) => {
+                            lease = None;
+                            failure
+                        }
+                    }
+                }
+            };
+            let error = self.engine_failed(&peer, failure);
+            let verdict = retry::after_decode(failure);
+            in_flight = match verdict {
+                Verdict::GiveUp => None,
+                Verdict::Again | Verdict::AgainWithTheSameHandOff => {
+                    self.another_decode(&request, &mut tries)
+                }
+            }
+            .ok_or(error)?;
+            if lease.is_none() {
+                lease = self.hand_off(&request, exchange, &mut tries).await?;
+            }
+        }
     }
 
+    /// Another decode engine, if there is one and the budgets allow it.
+    fn another_decode(&self, request: &ClientRequest, tries: &mut Tries) -> Option<InFlight> {
+        let next = self.pool.choose(Stage::Decode, Some(request.model()), &tries.decode).ok()?;
+        tries.again(self, Stage::Decode).then_some(next)
+    }
+
+    /// The first leg: has the prompt computed on a prefill engine, on another one if that fails.
+    /// None if the decode engine shall compute it itself.
+    async fn hand_off(
+        self: &Arc<Self>,
+        request: &ClientRequest,
+        exchange: &Exchange,
+        tries: &mut Tries,
+    ) -> Result<Option<Lease>, Stopped> {
+        if let Some(reason) = request.bypass() {
+            self.metrics.bypassed(reason.label());
+            return Ok(None);
+        }
+        let mut failed = None;
+        loop {
+            let in_flight = match self.pool.choose(Stage::Prefill, Some(request.model()), &tries.prefill) {
+                Ok(in_flight) => in_flight,
+                Err(nobody) => return self.without_prefill(failed.unwrap_or(nobody), exchange),
+            };
+            tries.prefill.push(Arc::clone(&in_flight.peer));
+            let fault = match self.prefill(request, exchange, in_flight).await {
+                Ok(prefilled) => return prefilled,
+                Err(fault) => fault,
+            };
+            let error = fault.into();
+            if retry::after_prefill(fault) == Verdict::GiveUp {
+                return Err(Stopped::Error(error));
+            }
+            let others = self.pool.choose(Stage::Prefill, Some(request.model()), &tries.prefill).is_ok();
+            if others && !tries.again(self, Stage::Prefill) {
+                return Err(Stopped::Error(error));
+            }
+            failed = Some(error);
+        }
+    }
+
+    /// One try of the first leg.
     async fn prefill(
         self: &Arc<Self>,
         request: &ClientRequest,
         exchange: &Exchange,
-    ) -> Result<Prefilled, ProxyError> {
-        let in_flight = self.pool.choose(Stage::Prefill, Some(request.model()))?;
+        in_flight: InFlight,
+    ) -> Result<Result<Option<Lease>, Stopped>, PrefillFault> {
         let peer = Arc::clone(&in_flight.peer);
         let headers = request_headers(&exchange.headers, &exchange.request_id);
         let began = Instant::now();
         let mut leg = PrefillLeg::start(self, in_flight, request, &exchange.request_id, headers);
         let (head, answer) = match leg.answer().await {
             Ok(answered) => answered,
-            Err(failure) => return Err(self.engine_failed(&peer, failure)),
+            Err(failure) => {
+                self.engine_failed(&peer, failure);
+                return Err(PrefillFault::Broke(failure));
+            }
         };
         self.metrics.prefill_took(began.elapsed().as_secs_f64());
         if head.status().is_client_error() {
-            return Ok(Prefilled::Refused(relay_whole(head, answer)));
+            return Ok(Err(Stopped::Refused(Box::new(relay_whole(head, answer)))));
         }
         if !head.status().is_success() {
-            peer.failed(&format!("prefill answered {}", head.status().as_u16()), false);
-            return Err(ProxyError::PrefillFailed(head.status().as_u16()));
+            let status = head.status().as_u16();
+            tracing::warn!(peer = %peer.id, url = %peer.spec.url, status, "a prefill engine failed");
+            peer.failed(&format!("prefill answered {status}"), false);
+            return Err(PrefillFault::Status(status));
         }
-        match handoff::accept(&answer, &peer, route(&head).same_host, self.tokens_per_block()) {
+        Ok(match handoff::accept(&answer, &peer, route(&head).same_host, self.tokens_per_block()) {
             Ok(hand_off) => {
                 peer.saw_engine(&hand_off.engine_id);
-                let lease = Lease::open(self, hand_off, &peer, request, &exchange.request_id);
-                Ok(Prefilled::HandedOff(lease))
+                Ok(Some(Lease::open(self, hand_off, &peer, request, &exchange.request_id)))
             }
             Err(refused) => {
                 peer.failed(&format!("hand-off {}", refused.refusal.label()), false);
                 if let Some(unused) = refused.unused {
                     drop(Lease::open(self, *unused, &peer, request, &exchange.request_id));
                 }
-                self.without_hand_off(refused.refusal, &exchange.request_id)
+                self.without_hand_off(refused.refusal, &exchange.request_id).map(|()| None)
+            }
+        })
+    }
+
+    /// Applies the policy for a fleet without a prefill engine that can serve.
+    fn without_prefill(&self, error: ProxyError, exchange: &Exchange) -> Result<Option<Lease>, Stopped> {
+        match self.settings.hand_off.on_no_prefill {
+            OnMissing::Fail => Err(Stopped::Error(error)),
+            OnMissing::DecodeOnly => {
+                self.metrics.bypassed("no_prefill");
+                let request_id = exchange.request_id.as_str();
+                tracing::warn!(request_id, %error, "no prefill engine, the decode engine computes the prompt");
+                Ok(None)
             }
         }
     }
 
     /// Counts a missing, defective or expiring hand-off and applies the policy for it.
-    fn without_hand_off(
-        &self,
-        refusal: HandOffRefusal,
-        request_id: &RequestId,
-    ) -> Result<Prefilled, ProxyError> {
+    fn without_hand_off(&self, refusal: HandOffRefusal, request_id: &RequestId) -> Result<(), Stopped> {
         self.metrics.hand_off_refused(&refusal);
         let request_id = request_id.as_str();
         match self.settings.hand_off.on_missing {
             OnMissing::Fail => {
                 tracing::warn!(request_id, %refusal, "no usable hand-off, request failed");
-                Err(ProxyError::HandOff(refusal))
+                Err(Stopped::Error(ProxyError::HandOff(refusal)))
             }
             OnMissing::DecodeOnly => {
                 tracing::warn!(request_id, %refusal, "no usable hand-off, the decode engine computes the prompt");
-                Ok(Prefilled::ComputeOnDecode)
+                Ok(())
             }
         }
     }
 
+    /// One try of the second leg.
+    ///
+    /// # Errors
+    /// What broke before the head came, with the lease if its hand-off cannot have been seen.
     async fn decode(
         self: &Arc<Self>,
         request: &ClientRequest,
         exchange: &Exchange,
         in_flight: InFlight,
         mut lease: Option<Lease>,
-    ) -> Result<(Response<Incoming>, Guards), ProxyError> {
-        if lease.as_ref().is_some_and(Lease::is_expiring) {
-            self.without_hand_off(HandOffRefusal::Expiring, &exchange.request_id)?;
-            lease = None;
-        }
+    ) -> Result<(Response<Incoming>, Guards), (UpstreamFailure, Option<Lease>)> {
         let peer = Arc::clone(&in_flight.peer);
         let handed_over = lease.as_ref().and_then(Lease::granted);
         let leg = Leg {
@@ -176,10 +259,9 @@ impl Core {
             lease.dispatched(&peer);
         }
         let began = Instant::now();
-        let answered = self.upstream.send(leg, self.settings.timeouts.decode_head).await;
-        let answer = match answered {
+        let answer = match self.upstream.send(leg, self.settings.timeouts.decode_head).await {
             Ok(answer) => answer,
-            Err(failure) => return Err(self.engine_failed(&peer, failure)),
+            Err(failure) => return Err((failure, lease.filter(|_| failure.is_unseen()))),
         };
         self.metrics.decode_head_took(began.elapsed().as_secs_f64());
         if !answer.status().is_success() {
@@ -197,29 +279,25 @@ impl Core {
         answer: Response<Incoming>,
         mut guards: Guards,
         endpoint: Endpoint,
-    ) -> Result<Response<RelayBody>, ProxyError> {
+        tally: &mut Option<Tally>,
+    ) -> Result<Response<RelayBody>, UpstreamFailure> {
         let (mut head, body) = answer.into_parts();
         response_headers(&mut head.headers);
         if !is_type(&head.headers, b"application/json") {
             let events = is_type(&head.headers, b"text/event-stream").then_some(endpoint);
+            guards.tally = tally.take();
             let body = RelayBody::live(body, guards, events, self.upstream.idle());
             return Ok(Response::from_parts(head, body));
         }
         let limit = self.settings.limits.answer_bytes;
-        let whole = match self.upstream.collect(Stage::Decode, body, limit).await {
-            Ok(whole) => whole,
-            Err(failure) => {
-                guards.broke();
-                return Err(self.engine_failed(&guards.in_flight.peer, failure));
-            }
-        };
+        let whole = self.upstream.collect(Stage::Decode, body, limit).await?;
         if let Some(since) = guards.handed_over {
             self.metrics.hand_over_took(since.elapsed().as_secs_f64());
         }
         if head.status.is_success() {
             guards.was_read();
         }
-        let tally = guards.tally.take().map(|tally| tally.ended(Outcome::of_status(head.status.as_u16())));
+        let tally = tally.take().map(|tally| tally.ended(Outcome::of_status(head.status.as_u16())));
         Ok(Response::from_parts(head, RelayBody::whole(answer_without_hand_off(whole), tally)))
     }
 
@@ -232,7 +310,7 @@ impl Core {
         body: Bytes,
     ) -> Result<Response<RelayBody>, ProxyError> {
         let body = pass_through_body(body, self.settings.hand_off.client_injected.into())?;
-        let in_flight = self.pool.choose(Stage::Decode, None)?;
+        let in_flight = self.pool.choose(Stage::Decode, None, &[])?;
         let peer = Arc::clone(&in_flight.peer);
         let leg = Leg {
             stage: Stage::Decode,
@@ -249,7 +327,9 @@ impl Core {
             .map_err(|failure| self.engine_failed(&peer, failure))?;
         let metrics = Arc::clone(&self.metrics);
         let guards = Guards { in_flight, lease: None, tally: None, metrics, handed_over: None };
-        self.relay(answer, guards, Endpoint::Completions).await
+        self.relay(answer, guards, Endpoint::Completions, &mut None)
+            .await
+            .map_err(|failure| self.engine_failed(&peer, failure))
     }
 
     fn engine_failed(&self, peer: &Peer, failure: UpstreamFailure) -> ProxyError {
@@ -261,15 +341,47 @@ impl Core {
     }
 }
 
-/// Why there is no decode answer to relay.
+/// The engines that have failed one request, and how often it may still be tried again.
+struct Tries {
+    left: u32,
+    prefill: Vec<Arc<Peer>>,
+    decode: Vec<Arc<Peer>>,
+}
+
+impl Tries {
+    fn new(settings: &Retry) -> Self {
+        Self { left: settings.attempts, prefill: Vec::new(), decode: Vec::new() }
+    }
+
+    fn again(&mut self, core: &Core, stage: Stage) -> bool {
+        let granted = self.left > 0 && core.retries.withdraw();
+        if granted {
+            self.left -= 1;
+            core.metrics.retried(stage);
+        }
+        granted
+    }
+}
+
+/// Why a request ends before a decode engine's answer.
 enum Stopped {
-    Answer(Response<RelayBody>),
+    /// P refused it; its answer is the client's.
+    Refused(Box<Response<RelayBody>>),
     Error(ProxyError),
 }
 
 impl From<ProxyError> for Stopped {
     fn from(error: ProxyError) -> Self {
         Self::Error(error)
+    }
+}
+
+impl From<PrefillFault> for ProxyError {
+    fn from(fault: PrefillFault) -> Self {
+        match fault {
+            PrefillFault::Broke(failure) => Self::Upstream(failure),
+            PrefillFault::Status(status) => Self::PrefillFailed(status),
+        }
     }
 }
 

@@ -199,7 +199,8 @@ impl Hold {
                 peer.knows_engine(&self.hand_off.engine_id);
                 return Ok(());
             }
-            if !newest {
+            // Where the read itself failed, the engines cannot reach each other: no word will arrive.
+            if !newest || read.is_server_error() {
                 return Err(NotReleased::Status(read));
             }
         }

@@ -13,6 +13,7 @@ mod prefill;
 mod registry;
 pub mod request;
 mod request_id;
+mod retry;
 mod settings;
 pub mod splice;
 mod stream;
@@ -38,7 +39,7 @@ pub use pool::{
 pub use registry::{EngineView, PayloadPart, RankView, Registered, Registry, RegistryError};
 pub use request::{BadRequest, Endpoint};
 pub use request_id::{RequestId, X_REQUEST_ID};
-pub use settings::{ClientInjected, HandOffPolicy, Limits, OnMissing, Probe, Settings, Timeouts};
+pub use settings::{ClientInjected, HandOffPolicy, Limits, OnMissing, Probe, Retry, Settings, Timeouts};
 pub use stream::{RelayBody, RelayError};
 
 use ledger::Ledger;
@@ -53,6 +54,7 @@ struct Core {
     upstream: Upstream,
     ledger: Ledger,
     registry: Registry,
+    retries: retry::Budget,
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
     stop: CancellationToken,
@@ -73,6 +75,7 @@ impl Proxy {
         let metrics = Metrics::new();
         let upstream = Upstream::new(&settings.timeouts, tasks.clone());
         let core = Arc::new(Core {
+            retries: retry::Budget::new(settings.retry.clone()),
             ledger: Ledger::new(Arc::clone(&metrics)),
             registry: Registry::new(settings.limits.payload_bytes, settings.limits.registry_engines),
             pool: Pool::default(),

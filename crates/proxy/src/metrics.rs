@@ -10,8 +10,8 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
-use crate::error::{HandOffRefusal, ProxyError, UpstreamFailure};
-use crate::request::{BypassReason, Endpoint};
+use crate::error::{HandOffRefusal, ProxyError, Stage, UpstreamFailure};
+use crate::request::Endpoint;
 
 /// Content type of [`Metrics::encode`].
 pub const METRICS_CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -41,6 +41,11 @@ struct FailureLabels {
     kind: &'static str,
 }
 
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct StageLabel {
+    stage: &'static str,
+}
+
 /// How a hand-off ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HandOffResult {
@@ -62,6 +67,7 @@ pub(crate) struct Metrics {
     bypass: Family<ReasonLabel, Counter>,
     upstream_failures: Family<FailureLabels, Counter>,
     stream_errors: Counter,
+    retries: Family<StageLabel, Counter>,
     prefill_seconds: Histogram,
     decode_head_seconds: Histogram,
     hand_over_seconds: Histogram,
@@ -78,6 +84,7 @@ impl Metrics {
             bypass: Family::default(),
             upstream_failures: Family::default(),
             stream_errors: Counter::default(),
+            retries: Family::default(),
             prefill_seconds: seconds(),
             decode_head_seconds: seconds(),
             hand_over_seconds: seconds(),
@@ -110,6 +117,7 @@ impl Metrics {
             "Streams that an engine broke off after their head",
             metrics.stream_errors.clone(),
         );
+        registry.register("retries", "Legs that were tried again on another engine", metrics.retries.clone());
         registry.register_with_unit(
             "prefill",
             "Time from sending the prefill leg to its whole answer",
@@ -164,8 +172,8 @@ impl Metrics {
         self.hand_offs_live.set(i64::try_from(count).unwrap_or(i64::MAX));
     }
 
-    pub(crate) fn bypassed(&self, reason: BypassReason) {
-        self.bypass.get_or_create(&ReasonLabel { reason: reason.label() }).inc();
+    pub(crate) fn bypassed(&self, reason: &'static str) {
+        self.bypass.get_or_create(&ReasonLabel { reason }).inc();
     }
 
     pub(crate) fn upstream_failed(&self, failure: UpstreamFailure) {
@@ -175,6 +183,10 @@ impl Metrics {
 
     pub(crate) fn stream_broken(&self) {
         self.stream_errors.inc();
+    }
+
+    pub(crate) fn retried(&self, stage: Stage) {
+        self.retries.get_or_create(&StageLabel { stage: stage.label() }).inc();
     }
 
     pub(crate) fn prefill_took(&self, seconds: f64) {

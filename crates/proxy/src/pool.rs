@@ -97,7 +97,14 @@ impl Pool {
     ///
     /// # Errors
     /// [`ProxyError::NoPeer`] when none is ready.
-    pub(crate) fn choose(&self, stage: Stage, model: Option<&str>) -> Result<InFlight, ProxyError> {
+    ///
+    /// `tried` are those that have failed this request already.
+    pub(crate) fn choose(
+        &self,
+        stage: Stage,
+        model: Option<&str>,
+        tried: &[Arc<Peer>],
+    ) -> Result<InFlight, ProxyError> {
         let snapshot = self.snapshot.load();
         let peers = snapshot.of(stage);
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
@@ -106,7 +113,8 @@ impl Pool {
             peers[start..]
                 .iter()
                 .chain(&peers[..start])
-                .filter(|peer| peer.is_ready() && lists(peer))
+                .filter(|peer| peer.is_ready() && !tried.iter().any(|other| Arc::ptr_eq(other, peer)))
+                .filter(|peer| lists(peer))
                 .min_by_key(|peer| peer.in_flight())
         };
         let serving = model.and_then(|model| least_busy(&|peer| peer.serves(model)));

@@ -15,8 +15,30 @@ pub struct Settings {
     pub probe: Probe,
     /// What happens around the hand-off.
     pub hand_off: HandOffPolicy,
+    /// Trying again on another engine.
+    pub retry: Retry,
     /// Bounds on memory.
     pub limits: Limits,
+}
+
+/// Trying a failed leg again on another engine.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Retry {
+    /// Most tries beyond the first, over both legs of one request.
+    pub attempts: u32,
+    /// Retries that each request adds to the fleet's budget.
+    pub per_request: f64,
+    /// Retries that each second adds to it.
+    pub per_second: f64,
+    /// Most retries that it holds.
+    pub burst: u32,
+}
+
+impl Default for Retry {
+    fn default() -> Self {
+        Self { attempts: 2, per_request: 0.2, per_second: 1.0, burst: 100 }
+    }
 }
 
 /// Deadlines; each one ends in its own kind of failure.
@@ -71,11 +93,14 @@ pub struct Probe {
     /// Deadline of one probe.
     #[serde(with = "humantime_serde")]
     pub timeout: Duration,
+    /// How many probes in a row a ready engine may leave unanswered; a refused connection or a bad
+    /// answer counts at once.
+    pub patience: u32,
 }
 
 impl Default for Probe {
     fn default() -> Self {
-        Self { interval: Duration::from_secs(2), timeout: Duration::from_secs(2) }
+        Self { interval: Duration::from_secs(2), timeout: Duration::from_secs(2), patience: 3 }
     }
 }
 
@@ -85,6 +110,8 @@ impl Default for Probe {
 pub struct HandOffPolicy {
     /// What to do when a prefill engine answers without a usable hand-off.
     pub on_missing: OnMissing,
+    /// What to do when no prefill engine can be had.
+    pub on_no_prefill: OnMissing,
     /// What to do with a hand-off that a client sends.
     pub client_injected: ClientInjected,
     /// Lease of a prefill engine of vLLM's current generation, as configured there.
@@ -110,21 +137,22 @@ impl Default for HandOffPolicy {
     fn default() -> Self {
         Self {
             on_missing: OnMissing::DecodeOnly,
+            on_no_prefill: OnMissing::Fail,
             client_injected: ClientInjected::Refuse,
             lease: Duration::from_secs(30),
             lease_v2: Duration::from_secs(480),
             lease_margin: Duration::from_secs(5),
-            abandon_grace: Duration::from_millis(500),
+            abandon_grace: Duration::from_secs(2),
             check_block_count: true,
         }
     }
 }
 
-/// What follows when no usable hand-off came back.
+/// What follows when there is no usable hand-off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnMissing {
-    /// Answer 502.
+    /// Answer with an error.
     Fail,
     /// Let the decode engine compute the prompt itself, with a warning.
     DecodeOnly,

@@ -7,7 +7,7 @@ use reqwest::header::HeaderMap;
 use serde_json::Value;
 
 pub(crate) fn http() -> reqwest::Client {
-    reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(30)).build().unwrap()
+    reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(60)).build().unwrap()
 }
 
 /// A whole answer.

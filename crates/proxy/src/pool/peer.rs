@@ -145,6 +145,8 @@ pub enum PeerSpecError {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Observed {
     pub(crate) state: PeerState,
+    /// Probes in a row without an answer.
+    pub(crate) silent: u32,
     pub(crate) generation: Option<Generation>,
     pub(crate) version: Option<String>,
     pub(crate) models: Arc<[ServedModel]>,

@@ -12,8 +12,9 @@ use serde_json::value::RawValue;
 
 use super::peer::{Peer, PeerFault, PeerState, ServedModel};
 use crate::Core;
-use crate::error::UpstreamFailure;
+use crate::error::{Broken, UpstreamFailure};
 use crate::request_id::RequestId;
+use crate::settings::Probe;
 use crate::splice::Spliced;
 use crate::upstream::{Leg, Upstream, own_headers};
 
@@ -46,20 +47,21 @@ pub(crate) fn probe_soon(core: &Arc<Core>, peer: Arc<Peer>) {
     tasks.spawn(async move {
         tokio::select! {
             () = core.stop.cancelled() => {}
-            () = probe(&peer, &core.upstream, core.settings.probe.timeout) => {}
+            () = probe(&peer, &core.upstream, &core.settings.probe) => {}
         }
     });
 }
 
 /// Probes one peer once and records what was seen.
-async fn probe(peer: &Arc<Peer>, upstream: &Upstream, deadline: Duration) {
-    let looked = tokio::time::timeout(deadline, look(peer, upstream)).await;
+async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) {
+    let looked = tokio::time::timeout(settings.timeout, look(peer, upstream)).await;
     let outcome = looked.unwrap_or(Err(Unwell::Silent));
     let mut observed = peer.observed.write();
     let before = observed.state;
     match outcome {
         Ok(seen) => {
             observed.state = PeerState::Ready;
+            observed.silent = 0;
             observed.models = seen.models;
             if let Some(version) = seen.version {
                 observed.generation = peer.spec.generation.or_else(|| generation_of(&version));
@@ -67,7 +69,11 @@ async fn probe(peer: &Arc<Peer>, upstream: &Upstream, deadline: Duration) {
             }
         }
         Err(unwell) => {
-            observed.state = PeerState::Unreachable;
+            observed.silent += 1;
+            let overlooked = unwell.is_silence() && observed.silent < settings.patience;
+            if before != PeerState::Ready || !overlooked {
+                observed.state = PeerState::Unreachable;
+            }
             observed.last_error = Some(PeerFault::now(unwell.to_string()));
         }
     }
@@ -99,6 +105,17 @@ enum Unwell {
     Status { path: &'static str, status: u16 },
     #[error("probe: the model list is not one")]
     Models,
+}
+
+impl Unwell {
+    /// Slowness, of the engine or of this machine, rather than a word that the engine is gone.
+    fn is_silence(&self) -> bool {
+        match self {
+            Self::Silent => true,
+            Self::Broken(failure) => failure.broken != Broken::Connect,
+            Self::Status { .. } | Self::Models => false,
+        }
+    }
 }
 
 async fn look(peer: &Arc<Peer>, upstream: &Upstream) -> Result<Seen, Unwell> {
