@@ -142,7 +142,7 @@ impl Default for HandOffPolicy {
             lease: Duration::from_secs(30),
             lease_v2: Duration::from_secs(480),
             lease_margin: Duration::from_secs(5),
-            abandon_grace: Duration::from_secs(2),
+            abandon_grace: Duration::from_secs(5),
             check_block_count: true,
         }
     }
