@@ -27,6 +27,52 @@ pub struct SpeculativeFactors {
     pub auxiliary_layer_ids: Option<Vec<i64>>,
 }
 
+/// A speculator as an engine is configured with.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Speculator {
+    /// Whether drafts are made from hidden states, which the KV cache then belongs to.
+    pub uses_hidden_states: bool,
+    /// Speculation method.
+    pub method: Option<String>,
+    /// Draft model.
+    pub model: Option<String>,
+    /// Revision of the draft model.
+    pub revision: Option<String>,
+    /// Code revision of the draft model.
+    pub code_revision: Option<String>,
+    /// Whether drafts are made in parallel.
+    pub parallel_drafting: bool,
+    /// Cache dtype of the draft; none takes the target's.
+    pub kv_cache_dtype: Option<String>,
+    /// Layers whose hidden states are used.
+    pub auxiliary_layer_ids: Option<Vec<i64>>,
+    /// Tokens drafted at a time; the two sides may differ in it.
+    pub num_speculative_tokens: u64,
+    /// Attention backend of the draft; the two sides may differ in it.
+    pub attention_backend: Option<String>,
+}
+
+impl Speculator {
+    /// What both sides must agree on; none for a speculator without hidden states.
+    pub fn factors(&self, target_cache_dtype: &str) -> Option<SpeculativeFactors> {
+        self.uses_hidden_states.then(|| SpeculativeFactors {
+            method: self.method.clone(),
+            model: self.model.clone(),
+            revision: self.revision.clone(),
+            code_revision: self.code_revision.clone(),
+            parallel_drafting: self.parallel_drafting,
+            kv_cache_dtype: self.kv_cache_dtype.clone().unwrap_or_else(|| target_cache_dtype.to_owned()),
+            auxiliary_layer_ids: self.auxiliary_layer_ids.clone(),
+        })
+    }
+}
+
+/// The backend name of a push engine whose layers share rows: stages may order backends differently.
+pub fn packed_backend_name(backends: &[&str]) -> String {
+    let names: std::collections::BTreeSet<&str> = backends.iter().copied().collect();
+    names.into_iter().collect::<Vec<_>>().join(",")
+}
+
 /// Everything that must be equal on both sides of a transfer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CompatFactors {

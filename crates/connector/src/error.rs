@@ -5,6 +5,8 @@
 
 use thiserror::Error;
 
+use crate::regions::PairError;
+
 /// An invariant whose violation ends a vLLM engine core; the connector stays usable.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum EngineFatal {
@@ -55,6 +57,21 @@ pub enum EngineFatal {
     /// A request left the batch without a hand-off although it already held a lease.
     #[error("request {request}: withdrawn while it holds a lease")]
     WithdrawnWhileLeased {
+        /// The local request.
+        request: String,
+    },
+    /// Local and remote block lists that cannot belong to the same request.
+    #[error("request {request}: {error}")]
+    UnpairedBlocks {
+        /// The local request.
+        request: String,
+        /// What does not fit.
+        error: PairError,
+    },
+    /// Both sides divide their layers into cache groups differently, where lists by region cannot
+    /// be told.
+    #[error("request {request}: the cache groups of the two sides cannot be mapped")]
+    UnsupportedRegions {
         /// The local request.
         request: String,
     },

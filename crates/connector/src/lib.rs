@@ -4,6 +4,7 @@
 //! time from their caller and never know which transport moves the bytes; nothing here
 //! reads the environment or decides policy.
 
+pub mod aggregate;
 pub mod compat;
 pub mod error;
 #[cfg(test)]
@@ -11,8 +12,11 @@ mod golden;
 #[cfg(feature = "registry")]
 pub mod handshake;
 pub mod protocol;
+pub mod push;
 pub mod regions;
 pub mod scheduler;
+#[cfg(feature = "zmq")]
+pub mod side_channel;
 pub mod stats;
 pub mod topology;
 pub mod transport;

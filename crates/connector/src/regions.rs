@@ -2,7 +2,37 @@
 //!
 //! Pure: computes addresses and indices, touches no memory and no transport.
 
+pub mod convert;
+pub mod descriptors;
+mod geometry;
+mod ids;
+mod layout;
+mod memory;
+mod pairing;
+pub mod peer;
+mod register;
+mod states;
+pub mod v2;
+
+pub use geometry::{LocalGeometry, PeerGeometry, RegionRouting, RemoteRegion, RoutedLayer};
+pub use ids::{DescriptorIndex, IdError};
+pub use layout::{Axis, Layout};
+pub use memory::{IdPairs, MemorySplit, kv_buffer_memory, shares_host_pool};
+pub use pairing::{
+    PairError, PairedBlocks, RegionPairing, block_ids_by_region, clip_state_blocks, expand_groups,
+    pair_block_ids, pair_by_region, split_into_remote_blocks,
+};
+pub use peer::{PeerError, PeerRequest, validate_peer};
+pub use register::{
+    Allocation, CacheView, LayerCache, LayerKind, LayerSpec, MemoryRange, PackedRows, RegisterConfig,
+    RegisterError, Registration, natural_order, register,
+};
+pub use states::{ConvError, ConvSplit, StateGeometry};
+
 use crate::transport::{Descriptor, MemoryType};
+
+/// Most descriptors a list may have; a peer that announces more is refused.
+pub const MAX_DESCRIPTORS: u64 = 1 << 25;
 
 /// The group id of a region that several cache groups share.
 pub const SHARED_GROUP: i64 = -1;

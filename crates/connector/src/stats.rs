@@ -2,8 +2,12 @@
 //!
 //! One list entry per event between two takes; failures without a success are not lost.
 
+pub mod prometheus;
+
+use std::collections::BTreeMap;
 use std::time::Duration;
 
+use crate::protocol::params::Generation;
 use crate::transport::Telemetry;
 
 /// What a worker measured since the last take.
@@ -88,6 +92,21 @@ impl Stats {
             && self.num_notifications_after_expiry.is_empty()
     }
 
+    /// Whether a host of `generation` is told nothing.
+    ///
+    /// v2 reports only together with a success, so it loses failures that come alone.
+    pub fn is_unreported(&self, generation: Generation) -> bool {
+        match generation {
+            Generation::V2 => self.transfer_duration.is_empty(),
+            Generation::V14 => self.is_empty(),
+        }
+    }
+
+    /// Takes what is to be reported and starts anew; none, and nothing lost, when there is nothing.
+    pub fn take(&mut self, generation: Generation) -> Option<Self> {
+        if self.is_unreported(generation) { None } else { Some(std::mem::take(self)) }
+    }
+
     /// Appends the events of another worker.
     pub fn merge(&mut self, other: &Self) {
         self.transfer_duration.extend(&other.transfer_duration);
@@ -131,6 +150,33 @@ impl Stats {
             mean_descriptors: round(descriptors as f64 / n as f64, 1),
             ..counts
         }
+    }
+}
+
+/// Statistics of several connectors of one engine, by connector.
+#[derive(Debug, Clone, PartialEq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(transparent)]
+pub struct MultiStats {
+    /// Statistics by connector name.
+    pub by_connector: BTreeMap<String, Stats>,
+}
+
+impl MultiStats {
+    /// Appends another worker's events, connector by connector; an unknown connector is added.
+    pub fn merge(&mut self, other: &Self) {
+        for (connector, stats) in &other.by_connector {
+            self.by_connector.entry(connector.clone()).or_default().merge(stats);
+        }
+    }
+
+    /// True when no connector has anything to report.
+    pub fn is_empty(&self) -> bool {
+        self.by_connector.values().all(Stats::is_empty)
+    }
+
+    /// The summary of every connector.
+    pub fn summary(&self) -> BTreeMap<String, Summary> {
+        self.by_connector.iter().map(|(connector, stats)| (connector.clone(), stats.summary())).collect()
     }
 }
 

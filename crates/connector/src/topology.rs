@@ -2,7 +2,36 @@
 //!
 //! Pure arithmetic on sizes and ranks; it knows nothing of requests or memory.
 
+mod block_size;
+mod dcp;
+mod engines;
+mod mapping;
+pub mod v2;
+
+pub use block_size::{KernelSizes, kernel_block_size, logical_block_size};
+pub use dcp::{DcpPair, DcpUncovered, dcp_pair};
+pub use engines::{EngineTopology, EngineTopologyError, TopologyRegistry};
+pub use mapping::{
+    GroupKind, LocalTopology, TpMapping, TransferRank, WorkerRanks, advertised_sizes, transfer_rank,
+};
+
 use thiserror::Error;
+
+/// Largest transfer size a peer may announce; beyond it the lists of ranks would be absurd.
+pub const MAX_TRANSFER_SIZE: u32 = 65_536;
+
+/// What vLLM would have raised, for hosts that must treat failures alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ErrorKind {
+    /// An invariant of the protocol is broken.
+    Assertion,
+    /// The two sides are configured in ways that do not fit.
+    Runtime,
+    /// A combination that no version carries out.
+    NotImplemented,
+    /// A value outside of what the other side can serve.
+    Value,
+}
 
 /// Sizes that no rank mapping exists for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
@@ -14,6 +43,20 @@ pub enum TopologyError {
         local: u32,
         /// Remote size.
         remote: u32,
+    },
+    /// The local block size is no multiple of the remote one.
+    #[error("local block size {local} is not divisible by remote block size {remote}")]
+    BlockSizes {
+        /// Tokens per local block.
+        local: u64,
+        /// Tokens per remote block.
+        remote: u64,
+    },
+    /// A size beyond [`MAX_TRANSFER_SIZE`].
+    #[error("a transfer size of {size} is out of range")]
+    TooManyRanks {
+        /// The announced size.
+        size: u32,
     },
 }
 
@@ -33,6 +76,17 @@ pub fn tp_ratio(local: u32, remote: u32) -> Result<i64, TopologyError> {
     if remote.is_multiple_of(local) { Ok(-i64::from(remote / local)) } else { Err(error) }
 }
 
+/// How many remote blocks one local block holds.
+///
+/// # Errors
+/// A local size that is no multiple of the remote one, or a zero.
+pub fn block_size_ratio(local: u64, remote: u64) -> Result<u64, TopologyError> {
+    if local == 0 || remote == 0 || !local.is_multiple_of(remote) {
+        return Err(TopologyError::BlockSizes { local, remote });
+    }
+    Ok(local / remote)
+}
+
 /// The parallel sizes of one side of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ParallelSizes {
@@ -47,6 +101,10 @@ impl ParallelSizes {
     pub fn tp(tp: u32) -> Self {
         Self { tp, dcp: 1 }
     }
+
+    fn check(self) -> Result<(), TopologyError> {
+        if self.tp > MAX_TRANSFER_SIZE { Err(TopologyError::TooManyRanks { size: self.tp }) } else { Ok(()) }
+    }
 }
 
 /// Remote ranks whose metadata the local rank `rank` needs.
@@ -58,6 +116,8 @@ pub fn handshake_ranks(
     local: ParallelSizes,
     remote: ParallelSizes,
 ) -> Result<Vec<u32>, TopologyError> {
+    local.check()?;
+    remote.check()?;
     let ratio = tp_ratio(local.tp, remote.tp)?;
     if remote.dcp > 1 {
         return Ok(dcp_source_ranks(rank, local, remote));

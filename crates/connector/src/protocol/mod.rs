@@ -9,6 +9,7 @@ pub mod metadata;
 pub mod msgpack;
 pub mod notification;
 pub mod params;
+pub mod registration;
 
 pub use handoff::{HandOff, HandOffDefect};
 pub use params::{BlockIds, Generation, KvTransferParams, Presence, TransferMode};

@@ -322,6 +322,13 @@ impl KvTransferParams {
         .find_map(|(key, present)| (!present).then_some(key))
     }
 
+    /// Adds a prefill engine's own prefix-cache hits to its answer; only such answers carry them.
+    pub fn export_prefill_cached_tokens(&mut self, cached_tokens: u64) {
+        if self.do_remote_prefill {
+            self.remote_prefill_cached_tokens = cached_tokens.into();
+        }
+    }
+
     /// True when the remote block ids are a non-empty list.
     pub fn names_remote_blocks(&self) -> bool {
         self.remote_block_ids.value().is_some_and(BlockIds::is_truthy)

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use crate::protocol::params::Generation;
+use thiserror::Error;
+
+use crate::protocol::params::{Generation, TransferMode};
 
 /// How the blocks of one cache group are clipped before they are exchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -20,6 +22,49 @@ pub enum GroupClip {
         /// Scratch slots at the end of the list.
         scratch_blocks: usize,
     },
+    /// A group of the host that is never exchanged.
+    Local,
+}
+
+impl GroupClip {
+    /// The sliding window of `window` tokens over blocks of `block_size` tokens.
+    pub fn sliding_window(window: usize, block_size: usize) -> Self {
+        Self::SlidingWindow { blocks: window.div_ceil(block_size.max(1)) + 1 }
+    }
+}
+
+/// What an engine does in a P/D pair.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum KvRole {
+    /// Prefill only.
+    Producer,
+    /// Decode only.
+    Consumer,
+    /// Either; vLLM has deprecated it.
+    Both,
+}
+
+/// A combination of settings that no engine can serve.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum SchedulerConfigError {
+    /// Push mode has no way back from decode to prefill.
+    #[error("push mode cannot be bidirectional")]
+    BidirectionalPush,
+    /// A prefill engine with prefill-context parallelism cannot read blocks back.
+    #[error("prefill-context parallelism cannot be bidirectional")]
+    BidirectionalContextParallel,
+    /// Prefill-context parallelism is for engines that only prefill.
+    #[error("prefill-context parallelism needs the role of a producer")]
+    ContextParallelRole,
+    /// A prefill context that is dealt out needs one tensor-parallel rank and as many shards.
+    #[error("a sharded prefill context needs TP 1 and equal context sizes")]
+    ContextParallelSizes,
+    /// Pipeline parallelism is not for engines that only decode.
+    #[error("a consumer cannot have pipeline stages")]
+    PipelineConsumer,
+    /// Push mode cannot place the slices of decode-context parallelism.
+    #[error("push mode cannot be combined with decode-context parallelism")]
+    ContextParallelPush,
 }
 
 /// Settings of one engine's scheduler half.
@@ -49,6 +94,22 @@ pub struct SchedulerConfig {
     pub decoder_blocks_ttl: Duration,
     /// Cache groups in transfer order; their number must match the block lists.
     pub groups: Vec<GroupClip>,
+    /// Whether blocks are clipped per group; off when the host's hybrid allocator is disabled.
+    pub hybrid_allocator: bool,
+    /// Which side drives the copy.
+    pub mode: TransferMode,
+    /// What the engine does, when it was told; [`KvRole::Both`] is warned about.
+    pub role: Option<KvRole>,
+    /// Prefill-context-parallel size.
+    pub pcp_size: u32,
+    /// Prompt tokens a speculative drafter looks ahead of the target; 0 without one.
+    pub lookahead_tokens: usize,
+    /// Whether a group replays a bounded part of the prefix after a load.
+    pub bounded_replay: bool,
+    /// Whether blocks are copied through host memory before and after a transfer.
+    pub host_buffer: bool,
+    /// Time after which a registration without a completed push is given up (push mode).
+    pub push_registration_timeout: Duration,
 }
 
 impl SchedulerConfig {
@@ -75,7 +136,49 @@ impl SchedulerConfig {
             recompute_threshold: 64,
             decoder_blocks_ttl: Duration::from_secs(480),
             groups: vec![GroupClip::Full],
+            hybrid_allocator: true,
+            mode: TransferMode::Pull,
+            role: None,
+            pcp_size: 1,
+            lookahead_tokens: 0,
+            bounded_replay: false,
+            host_buffer: false,
+            push_registration_timeout: Duration::from_secs(480),
         }
+    }
+
+    /// Checks that the settings go together.
+    ///
+    /// # Errors
+    /// The first combination that no engine can serve.
+    pub fn validate(&self) -> Result<(), SchedulerConfigError> {
+        let push = self.mode == TransferMode::Push;
+        let refusals = [
+            (push && self.bidirectional, SchedulerConfigError::BidirectionalPush),
+            (self.pcp_size > 1 && self.bidirectional, SchedulerConfigError::BidirectionalContextParallel),
+            (
+                self.pcp_size > 1 && self.role != Some(KvRole::Producer),
+                SchedulerConfigError::ContextParallelRole,
+            ),
+            (
+                self.pcp_size > 1
+                    && self.dcp_size > 1
+                    && (self.tp_size != 1 || self.dcp_size != self.pcp_size),
+                SchedulerConfigError::ContextParallelSizes,
+            ),
+            (self.pp_size > 1 && self.role == Some(KvRole::Consumer), SchedulerConfigError::PipelineConsumer),
+            (push && self.dcp_size > 1, SchedulerConfigError::ContextParallelPush),
+        ];
+        refusals.into_iter().find_map(|(refused, error)| refused.then_some(error)).map_or(Ok(()), Err)
+    }
+
+    /// Trailing prompt tokens that prefill leaves for decode to compute.
+    ///
+    /// A recurrent state has to stop one token early; a drafter with several modules needs its
+    /// whole look-ahead computed where it drafts.
+    pub fn prefill_backoff(&self) -> usize {
+        let recurrent = self.groups.iter().any(|group| matches!(group, GroupClip::StateSpace { .. }));
+        usize::from(recurrent || self.bounded_replay).max(self.lookahead_tokens.saturating_sub(1))
     }
 
     /// Time between two heartbeats: a sixth of the lease in whole seconds, 0 for short leases.

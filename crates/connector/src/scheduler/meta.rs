@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use crate::ClockTime;
 use crate::protocol::params::BlockIds;
+use crate::protocol::registration::PushRegistration;
 
 /// The remote side of one receive, as named by the transfer parameters.
 #[derive(Debug, Clone, PartialEq)]
@@ -77,6 +78,12 @@ pub struct StepMeta {
     pub reqs_not_processed: BTreeSet<String>,
     /// Leases to renew elsewhere; empty while the heartbeat interval has not passed.
     pub heartbeats: Vec<Heartbeat>,
+    /// Blocks to copy to host memory before peers may read them, as (local request, logical ids).
+    pub reqs_to_save: Vec<(String, Vec<Vec<u64>>)>,
+    /// Receives to announce to prefill engines (push mode), as (local request, registration).
+    pub push_registrations: Vec<(String, PushRegistration)>,
+    /// Finished prefills to be written to decode engines (push mode), as (local request, logical ids).
+    pub push_finished: Vec<(String, Vec<Vec<u64>>)>,
 }
 
 impl StepMeta {
@@ -87,5 +94,8 @@ impl StepMeta {
             && self.reqs_in_batch.is_empty()
             && self.reqs_not_processed.is_empty()
             && self.heartbeats.is_empty()
+            && self.reqs_to_save.is_empty()
+            && self.push_registrations.is_empty()
+            && self.push_finished.is_empty()
     }
 }

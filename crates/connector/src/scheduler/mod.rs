@@ -1,20 +1,26 @@
-//! The scheduler half for pull: which requests are received, kept, leased or withdrawn.
+//! The scheduler half: which requests are received, announced, kept, leased or withdrawn.
 //!
 //! Pure bookkeeping around the host's request table; never does I/O and never reads a
 //! clock. The host calls it in the order new request, matched tokens, allocation, step,
 //! finished.
 
+mod clip;
 mod config;
+mod finish;
+mod heartbeat;
 mod meta;
+mod push;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 
-pub use config::{GroupClip, SchedulerConfig};
+use clip::clip;
+pub use config::{GroupClip, KvRole, SchedulerConfig, SchedulerConfigError};
+use heartbeat::Heartbeats;
 pub use meta::{Heartbeat, RecvRequest, RemoteSide, StepMeta};
 
 use crate::ClockTime;
 use crate::error::EngineFatal;
-use crate::protocol::params::{BlockIds, Generation, KvTransferParams, Presence, TransferMode};
+use crate::protocol::params::{Generation, KvTransferParams, Presence, TransferMode};
 
 /// How many prompt tokens can be loaded from elsewhere.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -75,11 +81,19 @@ pub struct Finished {
     pub params: Option<KvTransferParams>,
 }
 
+/// What the host has to do with a request it has accepted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Accepted {
+    /// Tokens to drop from the prompt's end. When it is not 0, the output limit becomes 1 too.
+    pub dropped_prompt_tokens: usize,
+}
+
 #[derive(Debug)]
 struct Tracked {
     prompt_tokens: usize,
     params: KvTransferParams,
     remote_blocks_processed: bool,
+    p_side_truncated: bool,
 }
 
 #[derive(Debug)]
@@ -99,15 +113,19 @@ pub struct Scheduler {
     need_send: Vec<(String, ClockTime)>,
     in_batch: BTreeSet<String>,
     not_processed: BTreeSet<String>,
-    heartbeat_by_engine: BTreeMap<String, Heartbeat>,
-    /// Local request to the remote engine and remote request it keeps alive.
-    heartbeat_of_request: HashMap<String, (String, String)>,
-    last_heartbeat: Option<ClockTime>,
+    heartbeats: Heartbeats,
+    /// Prefills whose blocks go through host memory and are not completely scheduled yet.
+    need_save: BTreeSet<String>,
+    saves: Vec<(String, Vec<Vec<u64>>)>,
+    push: push::PushState,
 }
 
 impl Scheduler {
     /// A scheduler half without requests.
     pub fn new(config: SchedulerConfig) -> Self {
+        if config.role == Some(KvRole::Both) {
+            tracing::warn!("kv_role='kv_both' is deprecated: name kv_producer or kv_consumer");
+        }
         Self {
             config,
             requests: HashMap::new(),
@@ -115,9 +133,10 @@ impl Scheduler {
             need_send: Vec::new(),
             in_batch: BTreeSet::new(),
             not_processed: BTreeSet::new(),
-            heartbeat_by_engine: BTreeMap::new(),
-            heartbeat_of_request: HashMap::new(),
-            last_heartbeat: None,
+            heartbeats: Heartbeats::default(),
+            need_save: BTreeSet::new(),
+            saves: Vec::new(),
+            push: push::PushState::default(),
         }
     }
 
@@ -127,21 +146,70 @@ impl Scheduler {
     }
 
     /// Called once when the host accepts a request; requests without parameters are not tracked.
-    pub fn on_new_request(&mut self, request: &str, prompt_tokens: usize, params: Option<KvTransferParams>) {
-        let Some(params) = params else { return };
-        self.track_heartbeat(request, &params);
-        let tracked = Tracked { prompt_tokens, params, remote_blocks_processed: false };
+    pub fn on_new_request(
+        &mut self,
+        request: &str,
+        prompt_tokens: usize,
+        params: Option<KvTransferParams>,
+    ) -> Accepted {
+        self.accept(request, prompt_tokens, params, false)
+    }
+
+    /// As [`Self::on_new_request`], for a request that reads nothing from the prefix cache: decode
+    /// computes its whole prompt again, so prefill must not stop short of it.
+    pub fn on_new_uncached_request(
+        &mut self,
+        request: &str,
+        prompt_tokens: usize,
+        params: Option<KvTransferParams>,
+    ) -> Accepted {
+        self.accept(request, prompt_tokens, params, true)
+    }
+
+    fn accept(
+        &mut self,
+        request: &str,
+        prompt_tokens: usize,
+        params: Option<KvTransferParams>,
+        skips_prefix_cache: bool,
+    ) -> Accepted {
+        let Some(params) = params else { return Accepted::default() };
+        let marked = |mark: &str| params.extra.get(mark) == Some(&serde_json::Value::Bool(true));
+        let earlier = self.requests.get(request);
+        let mut p_side_truncated =
+            marked("_p_side_truncated") || earlier.is_some_and(|earlier| earlier.p_side_truncated);
+        let backoff = self.config.prefill_backoff();
+        let truncates = self.config.generation == Generation::V14
+            && params.do_remote_decode
+            && backoff > 0
+            && !p_side_truncated
+            && prompt_tokens > backoff
+            && !skips_prefix_cache;
+        p_side_truncated |= truncates;
+        let dropped_prompt_tokens = if truncates { backoff } else { 0 };
+        if self.config.generation == Generation::V14 {
+            self.heartbeats.track(request, &params);
+        }
+        let tracked = Tracked {
+            prompt_tokens: prompt_tokens - dropped_prompt_tokens,
+            remote_blocks_processed: marked("_remote_blocks_processed"),
+            p_side_truncated,
+            params,
+        };
         self.requests.insert(request.to_owned(), tracked);
+        Accepted { dropped_prompt_tokens }
     }
 
     /// Tokens of `request` that can be loaded beyond the `computed` ones; changes nothing.
     pub fn matched_tokens(&self, request: &str, computed: usize) -> Matched {
         let Some(tracked) = self.requests.get(request) else { return Matched::default() };
         let params = &tracked.params;
-        if params.do_remote_prefill && tracked.prompt_tokens > computed {
-            return Matched { tokens: tracked.prompt_tokens - computed, asynchronous: true };
+        let tokens = self.remote_prefill_tokens(tracked.prompt_tokens);
+        if params.do_remote_prefill && tokens > computed {
+            return Matched { tokens: tokens - computed, asynchronous: true };
         }
         let offers_readback = self.config.generation == Generation::V14
+            && self.config.mode == TransferMode::Pull
             && params.do_remote_decode
             && params.names_remote_blocks()
             && params.first_missing_remote_key().is_none();
@@ -157,6 +225,14 @@ impl Scheduler {
         Matched { tokens, asynchronous: true }
     }
 
+    fn remote_prefill_tokens(&self, prompt_tokens: usize) -> usize {
+        let backoff = match self.config.generation {
+            Generation::V2 => 0,
+            Generation::V14 => self.config.prefill_backoff(),
+        };
+        if prompt_tokens > backoff { prompt_tokens - backoff } else { prompt_tokens }
+    }
+
     /// Called after the host allocated blocks for `request`, with the external tokens it counts on.
     ///
     /// # Errors
@@ -167,9 +243,17 @@ impl Scheduler {
         blocks: &AllocatedBlocks,
         external_tokens: usize,
     ) -> Result<AllocOutcome, EngineFatal> {
+        if self.config.mode == TransferMode::Push {
+            return self.update_after_push_alloc(request, blocks, external_tokens);
+        }
         let bidirectional = self.bidirectional();
         let Some(tracked) = self.requests.get_mut(request) else { return Ok(AllocOutcome::NoTransfer) };
         let params = &tracked.params;
+        if self.config.host_buffer && params.do_remote_decode {
+            self.in_batch.insert(request.to_owned());
+            self.need_save.insert(request.to_owned());
+            return Ok(AllocOutcome::Producing);
+        }
         let producing = params.do_remote_decode || (params.do_remote_prefill && bidirectional);
         let receiving = params.do_remote_prefill
             || (params.do_remote_decode && bidirectional && !tracked.remote_blocks_processed);
@@ -190,6 +274,10 @@ impl Scheduler {
             AllocOutcome::Stranded { missing }
         } else {
             let awaiting_kvs = external_tokens > 0;
+            if !awaiting_kvs {
+                // The blocks are not needed: should the notification be lost, the lease may end.
+                self.heartbeats.stop(request);
+            }
             let local_block_ids =
                 if awaiting_kvs { clip(&self.config, request, blocks.unhashed.clone())? } else { Vec::new() };
             let pending = PendingRecv {
@@ -204,6 +292,32 @@ impl Scheduler {
         tracked.params.do_remote_prefill = false;
         tracked.remote_blocks_processed = true;
         Ok(outcome)
+    }
+
+    /// Called for every request scheduled in a step, with the blocks it was newly given.
+    ///
+    /// Only host-buffer prefills need it: their blocks are saved step by step until the prompt is
+    /// completely scheduled.
+    ///
+    /// # Errors
+    /// A wrong number of cache groups.
+    pub fn on_scheduled(
+        &mut self,
+        request: &str,
+        new_block_ids: &[Vec<u64>],
+        computed_tokens: usize,
+        scheduled_tokens: usize,
+    ) -> Result<(), EngineFatal> {
+        if !self.need_save.contains(request) {
+            return Ok(());
+        }
+        let groups = clip::clip_windows(&self.config, request, new_block_ids.to_vec())?;
+        self.saves.push((request.to_owned(), groups));
+        let prompt_tokens = self.requests.get(request).map_or(0, |tracked| tracked.prompt_tokens);
+        if computed_tokens + scheduled_tokens >= prompt_tokens {
+            self.need_save.remove(request);
+        }
+        Ok(())
     }
 
     /// Called once per step; moves everything that is due out to the worker.
@@ -224,162 +338,38 @@ impl Scheduler {
             .into_iter()
             .map(|(request, pending)| (request, recv_request(pending)))
             .collect();
+        self.drop_overdue_registrations(now);
         Ok(StepMeta {
             reqs_to_recv,
             reqs_to_send: std::mem::take(&mut self.need_send),
             scheduler_clock: (self.config.generation == Generation::V14).then_some(now),
             reqs_in_batch: std::mem::take(&mut self.in_batch),
             reqs_not_processed: std::mem::take(&mut self.not_processed),
-            heartbeats: self.due_heartbeats(now),
+            heartbeats: self.heartbeats.due(now, self.config.heartbeat_interval()),
+            reqs_to_save: std::mem::take(&mut self.saves),
+            push_registrations: std::mem::take(&mut self.push.pending),
+            push_finished: std::mem::take(&mut self.push.newly_finished),
         })
-    }
-
-    /// Called when `request` ends, with its blocks per cache group and its computed tokens.
-    ///
-    /// A request that never reached allocation still notifies the remote side in the next step.
-    pub fn request_finished(
-        &mut self,
-        request: &str,
-        status: FinishStatus,
-        block_ids: &[Vec<u64>],
-        computed_tokens: u64,
-        now: ClockTime,
-    ) -> Finished {
-        let Some(mut tracked) = self.requests.remove(request) else { return Finished::default() };
-        let is_prefill = tracked.params.do_remote_decode;
-        self.stop_heartbeat(request);
-        if tracked.params.do_remote_prefill {
-            tracked.params.do_remote_prefill = false;
-            let pending = PendingRecv {
-                params: tracked.params,
-                local_block_ids: Vec::new(),
-                local_cached_blocks: Vec::new(),
-                awaiting_kvs: false,
-            };
-            push_or_replace(&mut self.need_recv, request, pending);
-            return Finished::default();
-        }
-        if !is_prefill && !self.bidirectional() {
-            return Finished::default();
-        }
-        let hands_off = match self.config.generation {
-            Generation::V2 => status == FinishStatus::LengthCapped,
-            Generation::V14 => matches!(status, FinishStatus::LengthCapped | FinishStatus::Stopped),
-        };
-        if !hands_off {
-            self.not_processed.insert(request.to_owned());
-            return Finished::default();
-        }
-        self.hand_off(request, is_prefill, block_ids, computed_tokens, now)
     }
 
     /// Called when the worker reports `request` as received.
     pub fn on_received(&mut self, request: &str) {
-        self.stop_heartbeat(request);
+        self.heartbeats.stop(request);
+        self.push.deadlines.remove(request);
+    }
+
+    /// Called when the worker reports `request` as sent.
+    pub fn on_sent(&mut self, request: &str) {
+        self.push.finished.remove(request);
     }
 
     /// Local requests whose remote leases are being renewed.
     pub fn heartbeating(&self) -> usize {
-        self.heartbeat_of_request.len()
+        self.heartbeats.len()
     }
 
     fn bidirectional(&self) -> bool {
         self.config.bidirectional && self.config.generation == Generation::V14
-    }
-
-    fn hand_off(
-        &mut self,
-        request: &str,
-        is_prefill: bool,
-        block_ids: &[Vec<u64>],
-        computed_tokens: u64,
-        now: ClockTime,
-    ) -> Finished {
-        let delay_free = block_ids.iter().any(|group| !group.is_empty());
-        let mut groups = block_ids.to_vec();
-        let mut expiry = Presence::Null;
-        let mut remote_num_tokens = 0;
-        if delay_free {
-            let ttl = if is_prefill { self.config.lease } else { self.config.decoder_blocks_ttl };
-            let deadline = now + ttl;
-            self.need_send.push((request.to_owned(), deadline));
-            if !is_prefill {
-                expiry = Presence::Value(deadline.as_secs_f64());
-            }
-            clip_groups(&self.config.groups, &mut groups);
-            remote_num_tokens = computed_tokens;
-        }
-        let generation = self.config.generation;
-        let mut params = KvTransferParams {
-            do_remote_prefill: is_prefill,
-            do_remote_decode: !is_prefill,
-            remote_block_ids: BlockIds::for_generation(generation, groups).into(),
-            remote_engine_id: self.config.engine_id.clone().into(),
-            remote_request_id: request.to_owned().into(),
-            remote_host: self.config.side_channel_host.clone().into(),
-            remote_port: i64::from(self.config.side_channel_port).into(),
-            tp_size: self.config.transfer_tp_size().into(),
-            ..KvTransferParams::default()
-        };
-        if generation == Generation::V14 {
-            params.dcp_size = self.config.dcp_size.into();
-            params.pp_size = self.config.pp_size.into();
-            params.remote_num_tokens = remote_num_tokens.into();
-            params.remote_blocks_expiry_time = expiry;
-            params.transfer_mode = TransferMode::Pull.into();
-        }
-        Finished { delay_free, params: Some(params) }
-    }
-
-    fn track_heartbeat(&mut self, request: &str, params: &KvTransferParams) {
-        if self.config.generation == Generation::V2 || !params.do_remote_prefill {
-            return;
-        }
-        let (Some(engine_id), Some(remote_request), Some(host), Some(&port), Some(&tp_size)) = (
-            params.remote_engine_id.value(),
-            params.remote_request_id.value(),
-            params.remote_host.value(),
-            params.remote_port.value(),
-            params.tp_size.value(),
-        ) else {
-            return;
-        };
-        let heartbeat = self.heartbeat_by_engine.entry(engine_id.clone()).or_insert_with(|| Heartbeat {
-            engine_id: engine_id.clone(),
-            host: host.clone(),
-            port,
-            tp_size,
-            dcp_size: params.dcp_size.value().copied().unwrap_or(1),
-            pp_size: params.pp_size.value().copied().unwrap_or(1),
-            request_ids: BTreeSet::new(),
-        });
-        heartbeat.request_ids.insert(remote_request.clone());
-        let key = (engine_id.clone(), remote_request.clone());
-        self.heartbeat_of_request.insert(request.to_owned(), key);
-    }
-
-    fn stop_heartbeat(&mut self, request: &str) {
-        let Some(key) = self.heartbeat_of_request.remove(request) else { return };
-        // Two local requests may have been given one hand-off: the other still needs the lease.
-        if self.heartbeat_of_request.values().any(|other| *other == key) {
-            return;
-        }
-        let (engine_id, remote_request) = key;
-        let Some(heartbeat) = self.heartbeat_by_engine.get_mut(&engine_id) else { return };
-        heartbeat.request_ids.remove(&remote_request);
-        if heartbeat.request_ids.is_empty() {
-            self.heartbeat_by_engine.remove(&engine_id);
-        }
-    }
-
-    fn due_heartbeats(&mut self, now: ClockTime) -> Vec<Heartbeat> {
-        let interval = self.config.heartbeat_interval();
-        let due = self.last_heartbeat.is_none_or(|last| now.saturating_sub(last) >= interval);
-        if self.heartbeat_by_engine.is_empty() || !due {
-            return Vec::new();
-        }
-        self.last_heartbeat = Some(now);
-        self.heartbeat_by_engine.values().cloned().collect()
     }
 }
 
@@ -417,38 +407,6 @@ fn recv_request(pending: PendingRecv) -> RecvRequest {
         dcp_size: params.dcp_size.value().copied().unwrap_or(1),
         pp_size: params.pp_size.value().copied().unwrap_or(1),
         awaiting_kvs: pending.awaiting_kvs,
-    }
-}
-
-fn clip(
-    config: &SchedulerConfig,
-    request: &str,
-    mut groups: Vec<Vec<u64>>,
-) -> Result<Vec<Vec<u64>>, EngineFatal> {
-    if groups.len() != config.groups.len() {
-        return Err(EngineFatal::GroupCountMismatch {
-            request: request.to_owned(),
-            local: config.groups.len(),
-            remote: groups.len(),
-        });
-    }
-    clip_groups(&config.groups, &mut groups);
-    Ok(groups)
-}
-
-fn clip_groups(clips: &[GroupClip], groups: &mut [Vec<u64>]) {
-    for (clip, ids) in clips.iter().zip(groups) {
-        match *clip {
-            GroupClip::Full => {}
-            GroupClip::SlidingWindow { blocks } => {
-                ids.drain(..ids.len().saturating_sub(blocks));
-            }
-            GroupClip::StateSpace { scratch_blocks } => {
-                let kept = ids.len() - scratch_blocks.min(ids.len().saturating_sub(1));
-                ids.truncate(kept);
-                ids.drain(..ids.len().saturating_sub(1));
-            }
-        }
     }
 }
 

@@ -4,6 +4,7 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::golden::{list, vectors};
+use crate::protocol::params::BlockIds;
 
 const NOW: ClockTime = Duration::from_secs(1000);
 
@@ -265,8 +266,18 @@ fn sliding_windows_and_state_space_groups_are_clipped() {
         GroupClip::StateSpace { scratch_blocks: 1 },
         GroupClip::StateSpace { scratch_blocks: 1 },
     ];
-    clip_groups(&clips, &mut ids);
-    assert_eq!(ids, [vec![1, 2, 3, 4, 5], vec![6, 7, 8], vec![7], vec![]]);
+    let mut config = SchedulerConfig::new(Generation::V14, "e", "h", 1);
+    config.groups = clips.to_vec();
+    let clipped = clip(&config, "r", ids.clone()).unwrap();
+    assert_eq!(clipped, [vec![1, 2, 3, 4, 5], vec![6, 7, 8], vec![7], vec![]]);
+    let step = clip::clip_windows(&config, "r", ids.clone()).unwrap();
+    assert_eq!(step, [vec![1, 2, 3, 4, 5], vec![6, 7, 8], vec![0, 0, 7, 8], vec![]]);
+    config.hybrid_allocator = false;
+    assert_eq!(clip(&config, "r", ids.clone()).unwrap(), ids);
+    config.groups[2] = GroupClip::Local;
+    ids.remove(2);
+    assert_eq!(clip(&config, "r", [&ids[..2], &[vec![9]], &ids[2..]].concat()).unwrap(), ids);
+    assert_eq!(GroupClip::sliding_window(32, 16), GroupClip::SlidingWindow { blocks: 3 });
 }
 
 #[test]

@@ -3,11 +3,17 @@
 //! Memory is registered, descriptor lists are prepared once per peer, and a transfer is two
 //! index arrays into two lists. Calls never block on a peer; progress is seen by polling.
 
+#[cfg(test)]
+mod contract;
 pub mod loopback;
 mod memory;
+#[cfg(feature = "nixl")]
+pub mod nixl;
 
 use std::time::Duration;
 
+#[cfg(feature = "nixl")]
+pub use memory::OutOfMemory;
 pub use memory::{KvMemory, MemoryError};
 use thiserror::Error;
 
@@ -107,6 +113,9 @@ pub enum TransportError {
     /// The handle was never given out or is already released.
     #[error("unknown handle {0}")]
     UnknownHandle(u64),
+    /// The transfer was made and never started.
+    #[error("transfer {0} was never posted")]
+    NotPosted(u64),
     /// A range is outside the registered memory.
     #[error("range {address:#x}+{len} is not registered")]
     NotRegistered {
@@ -129,6 +138,21 @@ pub enum TransportError {
     /// Too much work is queued for a peer.
     #[error("the queue to agent {0} is full or closed")]
     Busy(String),
+    /// The transfer has not ended, so its bytes may still arrive.
+    #[error("transfer {0} has not ended")]
+    InProgress(u64),
+    /// Nothing is known of the NIXL an agent runs, and a wrong one would crash it.
+    #[error("agent {0} runs an unknown version of NIXL")]
+    UnknownVersion(String),
+    /// An agent runs a NIXL that this one must not talk to.
+    #[error("agent {0} runs a version of NIXL that this one cannot talk to")]
+    IncompatibleVersion(String),
+    /// The library beneath the transport refused something.
+    #[error("the library could not {0}")]
+    Backend(&'static str),
+    /// The transport has ended.
+    #[error("the transport has ended")]
+    Stopped,
     /// The operation is not offered by this transport.
     #[error("the transport does not offer this operation")]
     Unsupported,
@@ -137,7 +161,8 @@ pub enum TransportError {
     Scripted(loopback::Call),
 }
 
-/// An agent that moves bytes; implemented by [`loopback::LoopbackAgent`].
+/// An agent that moves bytes; implemented by [`loopback::LoopbackAgent`] and, with feature `nixl`,
+/// by `nixl::NixlAgent`.
 pub trait Transport: sealed::Sealed + Send {
     /// The opaque blob with which a peer's agent can reach this one.
     fn agent_metadata(&self) -> Vec<u8>;
@@ -170,19 +195,29 @@ pub trait Transport: sealed::Sealed + Send {
     /// An unknown agent.
     fn remove_remote_agent(&mut self, agent: &AgentName) -> Result<(), TransportError>;
 
-    /// Prepares a list of ranges in this agent's memory.
+    /// True while this agent still holds what it was told about a peer; says nothing of the peer.
+    ///
+    /// A transport that notices a connection break for good may answer false from then on.
+    fn knows_remote_agent(&mut self, agent: &AgentName) -> bool;
+
+    /// Prepares a list of ranges of one kind in this agent's memory.
     ///
     /// # Errors
     /// A range that is not registered.
-    fn prepare_local(&mut self, descriptors: &[Descriptor]) -> Result<ListId, TransportError>;
+    fn prepare_local(
+        &mut self,
+        memory: MemoryType,
+        descriptors: &[Descriptor],
+    ) -> Result<ListId, TransportError>;
 
-    /// Prepares a list of ranges in a peer's memory.
+    /// Prepares a list of ranges of one kind in a peer's memory.
     ///
     /// # Errors
     /// An unknown agent.
     fn prepare_remote(
         &mut self,
         agent: &AgentName,
+        memory: MemoryType,
         descriptors: &[Descriptor],
     ) -> Result<ListId, TransportError>;
 
@@ -221,7 +256,7 @@ pub trait Transport: sealed::Sealed + Send {
     /// Measurements of a transfer that is done, when the transport takes them.
     fn telemetry(&mut self, transfer: TransferId) -> Option<Telemetry>;
 
-    /// Releases a transfer handle.
+    /// Releases a transfer handle; NIXL refuses one in flight, whose bytes may still arrive.
     ///
     /// # Errors
     /// An unknown handle, or a transfer that cannot be released yet; the handle then stays valid.

@@ -6,7 +6,10 @@ use thiserror::Error;
 
 use crate::ClockTime;
 use crate::protocol::msgpack::DecodeError;
-use crate::protocol::params::Generation;
+use crate::protocol::params::{Generation, TransferMode};
+use crate::regions::descriptors::DescriptorError;
+use crate::regions::{IdError, Layout, LocalGeometry, PeerError, Region};
+use crate::topology::{LocalTopology, ParallelSizes, TopologyError};
 use crate::transport::TransportError;
 
 /// Settings of one rank's worker half.
@@ -42,6 +45,28 @@ pub struct WorkerConfig {
     pub hma_required: bool,
     /// Die as vLLM 0.13 does when a v2 handshake fails while a request waits for it.
     pub v2_dies_on_failed_handshake: bool,
+    /// Which side drives the copy.
+    pub mode: TransferMode,
+    /// KV heads of the model over all ranks; 1 with multi-head latent attention.
+    pub total_kv_heads: u32,
+    /// Whether the model caches one latent instead of heads.
+    pub is_mla: bool,
+    /// Decode-context-parallel size.
+    pub dcp_size: u32,
+    /// Prefill-context-parallel size.
+    pub pcp_size: u32,
+    /// False for the copies of a replicated prefill context: they serve nothing.
+    pub serves: bool,
+    /// Whether prefill engines read back from decode engines, whose blocks expire.
+    pub bidirectional: bool,
+    /// Whether all ranks of a host share its host regions, which rank 0 alone fills.
+    pub shared_host_pool: bool,
+    /// Time after which a registration that matches no prefill is forgotten (push mode).
+    pub push_registration_timeout: Duration,
+    /// Layers of each region, for peers that match regions by layer.
+    pub region_members: Vec<Vec<String>>,
+    /// Per packed layer its offset in the block row and its page bytes.
+    pub packed_member_layouts: Vec<(String, [i64; 2])>,
 }
 
 impl WorkerConfig {
@@ -67,7 +92,45 @@ impl WorkerConfig {
             engine_ttl: Duration::from_secs(3600),
             hma_required: false,
             v2_dies_on_failed_handshake: false,
+            mode: TransferMode::Pull,
+            total_kv_heads: 8,
+            is_mla: false,
+            dcp_size: 1,
+            pcp_size: 1,
+            serves: true,
+            bidirectional: false,
+            shared_host_pool: false,
+            push_registration_timeout: Duration::from_secs(480),
+            region_members: Vec::new(),
+            packed_member_layouts: Vec::new(),
         }
+    }
+
+    /// The geometry of one attention group over `regions`, with the settings' sizes.
+    ///
+    /// # Errors
+    /// A layout of no known name.
+    pub fn geometry(&self, regions: Vec<Region>) -> Result<LocalGeometry, WorkerSetupError> {
+        let topology = LocalTopology {
+            rank: self.tp_rank,
+            sizes: ParallelSizes { tp: self.tp_size, dcp: self.dcp_size },
+            pcp: self.pcp_size,
+            total_kv_heads: self.total_kv_heads,
+            is_mla: self.is_mla,
+        };
+        let layout = Layout::parse(&self.kv_cache_layout)
+            .ok_or_else(|| WorkerSetupError::UnknownLayout(self.kv_cache_layout.clone()))?;
+        let replicated = vec![self.is_mla; regions.len()];
+        Ok(LocalGeometry {
+            block_size: u64::from(self.block_size),
+            blocks_per_logical: u64::from(self.physical_blocks_per_logical),
+            layout,
+            attn_backend: self.attn_backend_name.clone(),
+            device: u64::from(self.device_id),
+            replicated,
+            hma_required: self.hma_required,
+            ..LocalGeometry::new(self.generation, self.engine_id.clone(), topology, regions)
+        })
     }
 
     /// By how much a heartbeat extends a lease: two thirds of it in whole seconds.
@@ -175,45 +238,21 @@ pub enum HandshakeError {
         /// The engine that replied.
         got: String,
     },
-    /// The peer is this engine itself.
-    #[error("an engine cannot read from itself")]
-    SelfHandshake,
-    /// Sizes this version does not map onto each other.
-    #[error("unsupported topology: {what} is {remote} at the peer and {local} here")]
-    UnsupportedTopology {
-        /// The quantity that differs.
-        what: &'static str,
-        /// Its local value.
-        local: i64,
-        /// Its remote value.
-        remote: i64,
-    },
-    /// The layouts of the caches differ.
-    #[error("cache layout mismatch: local {local}, remote {remote}")]
-    LayoutMismatch {
-        /// Local layout.
-        local: String,
-        /// Remote layout.
-        remote: String,
-    },
-    /// A per-region quantity does not fit the local regions.
-    #[error("region {region}: {what} is {remote}, expected {expected}")]
-    RegionMismatch {
-        /// The quantity.
-        what: &'static str,
-        /// Region index, or the number of regions for a count.
-        region: usize,
-        /// The value that would fit.
-        expected: i64,
-        /// The peer's value.
-        remote: i64,
-    },
-    /// The regions belong to other layers.
-    #[error("region {region} belongs to another layer at the peer")]
-    RegionNameMismatch {
-        /// Region index.
-        region: usize,
-    },
+    /// The sizes of the two sides do not map onto each other.
+    #[error(transparent)]
+    Topology(#[from] TopologyError),
+    /// The peer's metadata does not fit this rank.
+    #[error(transparent)]
+    Peer(#[from] PeerError),
+    /// The peer's memory cannot be described.
+    #[error(transparent)]
+    Descriptors(#[from] DescriptorError),
+    /// The peer's blocks cannot be indexed.
+    #[error(transparent)]
+    Index(#[from] IdError),
+    /// A pull from an engine with pipeline stages, whose layers are spread over its workers.
+    #[error("blocks cannot be pulled from {0} pipeline stages")]
+    PipelineStages(u32),
     /// The transport refused the peer.
     #[error(transparent)]
     Transport(#[from] TransportError),
@@ -231,6 +270,18 @@ pub enum WorkerSetupError {
         /// Region index.
         region: usize,
     },
+    /// A layout of no known name.
+    #[error("unknown cache layout {0}")]
+    UnknownLayout(String),
+    /// Host and device regions on one rank, where they cannot be served.
+    #[error("host and device regions need latent attention without state, in pull mode")]
+    MixedMemory,
+    /// The regions cannot be described.
+    #[error(transparent)]
+    Descriptors(#[from] DescriptorError),
+    /// The regions cannot be indexed.
+    #[error(transparent)]
+    Index(#[from] IdError),
     /// The transport refused the memory.
     #[error(transparent)]
     Transport(#[from] TransportError),
@@ -245,6 +296,50 @@ pub struct TransferResults {
     pub finished_recving: Vec<String>,
     /// Those of `finished_recving` that failed.
     pub failed_recving: Vec<String>,
+    /// Work on received blocks, to be done before they are used.
+    pub received: Vec<Received>,
+}
+
+/// What remains to be done with the blocks of a good receive.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Received {
+    /// The local request.
+    pub request: String,
+    /// Kernel blocks to copy from the host buffer to the device, before anything else.
+    pub copy_to_device: Vec<u64>,
+    /// Kernel blocks per region that the transfer did not cover and that have to be zeroed.
+    pub zero_by_region: Vec<Vec<u64>>,
+    /// Blocks to convert or to zero from the covered part on.
+    pub groups: Vec<ReceivedGroup>,
+    /// Kernel blocks to repack for the local attention backend.
+    pub repack: Vec<u64>,
+}
+
+/// Received blocks of one attention group.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ReceivedGroup {
+    /// Cache group.
+    pub group: usize,
+    /// Kernel blocks in the order of their tokens.
+    pub blocks: Vec<u64>,
+    /// Remote blocks per local block.
+    pub block_size_ratio: u64,
+    /// Remote blocks that were written; everything past them has to be zeroed.
+    pub covered_sub_blocks: usize,
+    /// Whether sub-blocks have to be put into the order of one local block.
+    pub regroup: bool,
+    /// Whether heads have to follow tokens instead of the other way round.
+    pub permute: bool,
+}
+
+impl Received {
+    /// True when the blocks can be used as they are.
+    pub fn is_empty(&self) -> bool {
+        self.copy_to_device.is_empty()
+            && self.zero_by_region.iter().all(Vec::is_empty)
+            && self.groups.is_empty()
+            && self.repack.is_empty()
+    }
 }
 
 impl TransferResults {

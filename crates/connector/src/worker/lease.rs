@@ -5,10 +5,14 @@ use std::time::Duration;
 use crate::ClockTime;
 use crate::error::EngineFatal;
 use crate::protocol::notification::{self, Notification, NotificationError, parse_consumers};
+use crate::protocol::params::TransferMode;
+use crate::protocol::registration::PushRegistration;
 use crate::scheduler::{Heartbeat, StepMeta};
-use crate::transport::Transport;
+use crate::topology::ParallelSizes;
+use crate::transport::{AgentName, Transport};
 
 use super::Worker;
+use super::peer::{EngineAddress, Purpose};
 
 impl<T: Transport> Worker<T> {
     /// Follows the batch: who may be read, who withdrew, and until when blocks are kept.
@@ -34,17 +38,30 @@ impl<T: Transport> Worker<T> {
 
     /// Renews the leases this engine depends on; a peer that is not connected yet is skipped.
     pub(super) fn send_heartbeats(&mut self, heartbeats: &[Heartbeat], now: ClockTime) {
+        // Where others write, this side only ever notifies them.
+        let purpose = match self.config.mode {
+            TransferMode::Pull => Purpose::Transfer,
+            TransferMode::Push => Purpose::Notify,
+        };
         for beat in heartbeats {
-            if let Some(peer) = self.peers.get_mut(&beat.engine_id) {
-                peer.last_active = now;
-                let message = notification::heartbeat(beat.request_ids.iter().map(String::as_str));
-                if let Err(error) = self.transport.send_notification(&peer.agent, &message) {
+            let address = EngineAddress {
+                engine_id: &beat.engine_id,
+                host: &beat.host,
+                port: beat.port,
+                sizes: ParallelSizes { tp: beat.tp_size, dcp: beat.dcp_size },
+                pp_size: beat.pp_size,
+            };
+            if !self.ensure_connected(address, purpose, None, now) {
+                continue;
+            }
+            let Some(peer) = self.peers.get_mut(&beat.engine_id) else { continue };
+            peer.last_active = now;
+            let agents: Vec<AgentName> = peer.agents().map(|(_, agent)| agent.clone()).collect();
+            let message = notification::heartbeat(beat.request_ids.iter().map(String::as_str));
+            for agent in agents {
+                if let Err(error) = self.transport.send_notification(&agent, &message) {
                     tracing::debug!(engine_id = beat.engine_id, %error, "heartbeat not sent");
                 }
-            } else if self.check_sizes(beat.tp_size, beat.dcp_size, beat.pp_size).is_ok() {
-                let job =
-                    self.handshake_job(&beat.engine_id, &beat.host, beat.port, beat.tp_size, beat.pp_size);
-                self.begin_handshake(job, now);
             }
         }
     }
@@ -68,10 +85,21 @@ impl<T: Transport> Worker<T> {
         message: &[u8],
         now: ClockTime,
     ) -> Result<Option<String>, NotificationError> {
+        let push = self.config.mode == TransferMode::Push;
+        if push && let Some(registration) = PushRegistration::decode(message) {
+            match registration {
+                Ok(registration) => self.on_registration(registration, now),
+                Err(error) => tracing::warn!(%error, "push registration ignored"),
+            }
+            return Ok(None);
+        }
         match Notification::parse(self.config.generation, message)? {
             Notification::Heartbeat { requests } => {
                 self.renew_leases(requests, now + self.config.heartbeat_extension());
                 Ok(None)
+            }
+            Notification::Completion { request, consumers } if push => {
+                self.count_push_completion(request, consumers)
             }
             Notification::Completion { request, consumers } => self.count_consumer(request, consumers),
         }
@@ -90,7 +118,7 @@ impl<T: Transport> Worker<T> {
         request: &str,
         consumers: &str,
     ) -> Result<Option<String>, NotificationError> {
-        if !self.leases.contains_key(request) && !self.to_process.contains(request) {
+        if !self.keeps(request) {
             tracing::error!(request, "notification for a request that is no longer kept");
             self.stats.num_notifications_after_expiry.push(1);
             return Ok(None);
@@ -110,7 +138,8 @@ impl<T: Transport> Worker<T> {
         let mut expired: Vec<String> = self
             .leases
             .iter()
-            .filter(|(_, deadline)| now >= **deadline)
+            // A write of our own still reads the blocks: they cannot be given up before it ends.
+            .filter(|(request, deadline)| now >= **deadline && !self.sending.contains_key(*request))
             .map(|(request, _)| request.clone())
             .collect();
         expired.sort_unstable();
@@ -122,7 +151,8 @@ impl<T: Transport> Worker<T> {
         expired
     }
 
-    fn forget_producing(&mut self, request: &str) {
+    pub(super) fn forget_producing(&mut self, request: &str) {
+        self.matcher.evict(request);
         self.consumer_counts.remove(request);
         self.to_process.remove(request);
         self.leases.remove(request);

@@ -1,22 +1,40 @@
-//! Issuing reads: pairing blocks, building descriptor ids, posting, and what failures leave behind.
+//! Starting receives: what goes on the wire for one, and to which ranks.
 
 use std::time::Duration;
 
 use crate::ClockTime;
 use crate::error::EngineFatal;
 use crate::protocol::notification;
-use crate::protocol::params::Generation;
-use crate::regions::{descriptor_ids, kernel_block_ids};
 use crate::scheduler::RecvRequest;
-use crate::transport::{TransferOp, Transport, TransportError};
+use crate::topology::ParallelSizes;
+use crate::transport::{AgentName, Transport, TransportError};
 
-use super::Worker;
+use super::failure::FailureContext;
+use super::lists::PreparedList;
+use super::pairing::RankBlocks;
+use super::peer::{EngineAddress, Purpose, Waiting};
+use super::{RecvState, Worker};
 
 /// A read is declined when the remote blocks expire sooner than this.
 const EXPIRY_MARGIN: Duration = Duration::from_secs(5);
 
-/// Only equal topologies are served so far, where each block has one reader.
-const CONSUMERS: u32 = 1;
+/// One read or notification, decided and not yet carried out.
+struct Step {
+    agent: AgentName,
+    rank: u32,
+    blocks: RankBlocks,
+    local: Option<PreparedList>,
+}
+
+pub(super) fn address_of(recv: &RecvRequest) -> EngineAddress<'_> {
+    EngineAddress {
+        engine_id: &recv.remote.engine_id,
+        host: &recv.remote.host,
+        port: recv.remote.port,
+        sizes: ParallelSizes { tp: recv.tp_size, dcp: recv.dcp_size },
+        pp_size: recv.pp_size,
+    }
+}
 
 impl<T: Transport> Worker<T> {
     /// Starts one receive; a fatal state fails the request and is kept when it is the first.
@@ -34,43 +52,83 @@ impl<T: Transport> Worker<T> {
     }
 
     fn start_read(&mut self, request: &str, recv: RecvRequest, now: ClockTime) -> Result<(), EngineFatal> {
-        let Some(peer) = self.peers.get_mut(&recv.remote.engine_id) else {
-            self.await_handshake(request, recv, now);
-            return Ok(());
-        };
-        peer.last_active = now;
-        let fills_blocks = recv.local_block_ids.iter().any(|group| !group.is_empty());
-        if !fills_blocks {
-            self.notify_only(request, &recv);
+        if self.invalid.contains(&recv.remote.engine_id) {
+            self.failed_outside_poll.push(request.to_owned());
             return Ok(());
         }
-        let expired = recv
-            .remote
-            .blocks_expiry_time
-            .is_some_and(|expiry| (now + EXPIRY_MARGIN).as_secs_f64() >= expiry - peer.clock_offset);
-        if expired {
+        let waiting = Waiting::Read(request.to_owned(), recv.clone());
+        if !self.ensure_connected(address_of(&recv), Purpose::Transfer, Some(waiting), now) {
+            return Ok(());
+        }
+        let Some(peer) = self.peers.get_mut(&recv.remote.engine_id) else { return Ok(()) };
+        peer.last_active = now;
+        let fills_blocks = recv.local_block_ids.iter().any(|group| !group.is_empty());
+        let deadline = recv.remote.blocks_expiry_time.map(|expiry| expiry - peer.clock_offset);
+        let expired = deadline.is_some_and(|deadline| (now + EXPIRY_MARGIN).as_secs_f64() >= deadline);
+        if self.config.bidirectional && fills_blocks && expired {
+            tracing::warn!(request, "read declined: the remote blocks are about to expire");
             self.stats.num_kv_expired_reqs.push(1);
             self.failed_outside_poll.push(request.to_owned());
             return Ok(());
         }
-        let remote_block_ids = paired_remote_blocks(self.config.generation, request, &recv)?;
-        if let Err(error) = self.post_read(request, &recv, &remote_block_ids) {
-            self.note_transfer_failure("transfer_setup_failed", request, Some(&error));
+        if fills_blocks {
+            // A rank whose slice is empty has nothing to read and still has to report.
+            self.transfers.entry(request.to_owned()).or_default();
         }
+        let steps = self.read_steps(request, &recv)?;
+        self.carry_out(request, &recv, steps);
         Ok(())
     }
 
-    /// Nothing to fill here: tells the remote side so that it can free its blocks.
-    fn notify_only(&mut self, request: &str, recv: &RecvRequest) {
-        let message = notification::completion(&recv.remote.request_id, CONSUMERS);
-        let agent = self.peers.get(&recv.remote.engine_id).map(|peer| peer.agent.clone());
-        let sent = agent.map(|agent| self.transport.send_notification(&agent, &message));
-        if let Some(Err(error)) = sent {
-            self.stats.num_failed_notifications.push(1);
-            self.log_failure("notification_failed", request, recv, Some(&error));
+    fn read_steps(&mut self, request: &str, recv: &RecvRequest) -> Result<Vec<Step>, EngineFatal> {
+        let Some(peer) = self.peers.get(&recv.remote.engine_id) else { return Ok(Vec::new()) };
+        let Some(geometry) = peer.geometry() else { return Ok(Vec::new()) };
+        let plan = self.plan_read(request, recv, geometry)?;
+        let needs_slices =
+            geometry.mapping.tp_ratio < 0 && (!self.geometry.topology.is_mla || plan.ranks.len() > 1);
+        let whole = self.lists.sub_blocks(geometry).map(|sub_blocks| sub_blocks.list);
+        let slices = self.lists.slices(geometry);
+        let steps = plan.ranks.into_iter().enumerate().filter_map(|(index, (rank, blocks))| {
+            let agent = peer.ranks.get(&(0, rank))?.agent.clone();
+            let local = match needs_slices {
+                true => slices.and_then(|slices| slices.get(index)).copied(),
+                false => whole,
+            };
+            Some(Step { agent, rank, blocks, local })
+        });
+        let steps = steps.collect();
+        if let Some(state) = self.recv_states.get_mut(request) {
+            state.covered = plan.covered;
+            state.zero_by_region = plan.zero_by_region;
+        } else if self.recving.contains_key(request) {
+            let state = RecvState { covered: plan.covered, zero_by_region: plan.zero_by_region };
+            self.recv_states.insert(request.to_owned(), state);
         }
-        if recv.awaiting_kvs {
-            self.transfers.entry(request.to_owned()).or_default();
+        Ok(steps)
+    }
+
+    /// Posts reads until one fails: its blocks may be used anew once the failure is reported, so
+    /// no more may be started and no one told that they were read.
+    fn carry_out(&mut self, request: &str, recv: &RecvRequest, steps: Vec<Step>) {
+        let Some(geometry) = self.peers.get(&recv.remote.engine_id).and_then(|peer| peer.geometry()) else {
+            return;
+        };
+        let broadcasts = self.geometry.topology.is_mla && geometry.mapping.tp_ratio < 0 && steps.len() == 1;
+        let message = notification::completion(&recv.remote.request_id, geometry.mapping.local_consumers);
+        let read_rank = steps.first().map(|step| step.rank);
+        for step in steps {
+            if step.blocks.is_empty() {
+                self.notify(request, recv, step.rank, &step.agent, &message);
+                if recv.awaiting_kvs {
+                    self.transfers.entry(request.to_owned()).or_default();
+                }
+            } else if let Err(error) = self.post_read(request, recv, step, &message) {
+                self.note_transfer_failure("transfer_setup_failed", request, Some(&error));
+                return;
+            }
+        }
+        if broadcasts {
+            self.notify_other_ranks(request, recv, read_rank, &message);
         }
     }
 
@@ -78,123 +136,62 @@ impl<T: Transport> Worker<T> {
         &mut self,
         request: &str,
         recv: &RecvRequest,
-        remote_block_ids: &[Vec<u64>],
+        step: Step,
+        message: &[u8],
     ) -> Result<(), TransportError> {
-        let (Some(peer), Some(local_list)) = (self.peers.get(&recv.remote.engine_id), self.local_list) else {
-            return Err(TransportError::UnknownAgent(recv.remote.engine_id.clone()));
-        };
-        let blocks_per_logical = u64::from(self.config.physical_blocks_per_logical);
-        let local_blocks: Vec<u64> = self.regions.iter().map(|region| region.num_blocks).collect();
-        let local_groups: Vec<i64> = self.regions.iter().map(|region| region.group).collect();
-        let local_kernel = expand(&recv.local_block_ids, blocks_per_logical);
-        let remote_kernel = expand(remote_block_ids, peer.blocks_per_logical);
-        check_range(&local_kernel, &local_blocks)?;
-        check_range(&remote_kernel, &peer.region_blocks)?;
-        let local_ids = descriptor_ids(&local_blocks, &local_groups, &local_kernel);
-        let remote_ids = descriptor_ids(&peer.region_blocks, &peer.region_groups, &remote_kernel);
-        let (Some(local_ids), Some(remote_ids)) = (local_ids, remote_ids) else {
-            return Err(TransportError::Mismatch);
-        };
-        let message = notification::completion(&recv.remote.request_id, CONSUMERS);
-        let handle = self.transport.make_transfer(
-            TransferOp::Read,
-            (local_list, &local_ids),
-            (peer.list, &remote_ids),
-            Some(&message),
-        )?;
-        match self.transport.post(handle) {
-            Ok(_) => {
-                self.transfers.entry(request.to_owned()).or_default().push(handle);
-                Ok(())
+        let Step { agent, rank, blocks, local } = step;
+        let unknown = || TransportError::UnknownAgent(recv.remote.engine_id.clone());
+        let peer = self.peers.get(&recv.remote.engine_id).ok_or_else(unknown)?;
+        let memory = peer.ranks.get(&(0, rank)).and_then(|peer| peer.memory.as_ref()).ok_or_else(unknown)?;
+        let sub_blocks = self.lists.sub_blocks(&memory.geometry).ok_or(TransportError::Mismatch)?;
+        let local = local.ok_or(TransportError::Mismatch)?;
+        let (local_ids, remote_ids) = blocks.descriptor_ids(&sub_blocks.index, &memory.index)?;
+        let remote_list = memory.list;
+        match (local, &sub_blocks.division) {
+            (PreparedList::Mixed { dram, vram }, Some(division)) => {
+                let divided = division.translate(&local_ids, &remote_ids).ok_or(TransportError::Mismatch)?;
+                self.post_mixed(request, (dram, vram), remote_list, divided, (agent, message))
             }
-            Err(error) => {
-                if self.transport.release_transfer(handle).is_err() {
-                    self.transfers.entry(request.to_owned()).or_default().push(handle);
-                }
-                Err(error)
+            (PreparedList::One(list), _) => {
+                let sides = ((list, local_ids.as_slice()), (remote_list, remote_ids.as_slice()));
+                self.post_one(request, sides, message)
             }
+            (PreparedList::Mixed { .. }, None) => Err(TransportError::Mismatch),
         }
     }
 
-    /// Counts a failed transfer and marks its receive as failed.
-    pub(super) fn note_transfer_failure(
+    fn notify_other_ranks(
         &mut self,
-        failure_type: &'static str,
-        request: &str,
-        error: Option<&TransportError>,
-    ) {
-        self.stats.num_failed_transfers.push(1);
-        if let Some(recv) = self.recving.get(request) {
-            self.log_failure(failure_type, request, recv, error);
-        }
-        self.recv_failures.insert(request.to_owned());
-    }
-
-    pub(super) fn log_failure(
-        &self,
-        failure_type: &'static str,
         request: &str,
         recv: &RecvRequest,
-        error: Option<&TransportError>,
+        read_rank: Option<u32>,
+        message: &[u8],
     ) {
-        let local_blocks: usize = recv.local_block_ids.iter().map(Vec::len).sum();
-        tracing::error!(
-            failure_type,
-            request_id = request,
-            engine_id = self.config.engine_id,
-            remote_engine_id = recv.remote.engine_id,
-            remote_request_id = recv.remote.request_id,
-            remote_host = recv.remote.host,
-            remote_port = recv.remote.port,
-            num_local_blocks = local_blocks,
-            num_remote_blocks = recv.remote.block_ids.total(),
-            error = error.map(tracing::field::display),
-            "NIXL transfer failure"
-        );
+        let Some(peer) = self.peers.get(&recv.remote.engine_id) else { return };
+        let others: Vec<(u32, AgentName)> = peer
+            .agents()
+            .filter(|(rank, _)| Some(*rank) != read_rank)
+            .map(|(rank, agent)| (rank, agent.clone()))
+            .collect();
+        for (rank, agent) in others {
+            self.notify(request, recv, rank, &agent, message);
+        }
     }
-}
 
-/// The remote blocks that go into the local ones: per group the last as many, as the first may be
-/// in the local prefix cache.
-fn paired_remote_blocks(
-    generation: Generation,
-    request: &str,
-    recv: &RecvRequest,
-) -> Result<Vec<Vec<u64>>, EngineFatal> {
-    let remote = &recv.remote.block_ids;
-    if remote.total() > 0 && remote.is_flat() != (generation == Generation::V2) {
-        return Err(EngineFatal::BlockIdShape { request: request.to_owned() });
-    }
-    if remote.groups().len() != recv.local_block_ids.len() {
-        return Err(EngineFatal::GroupCountMismatch {
-            request: request.to_owned(),
-            local: recv.local_block_ids.len(),
-            remote: remote.groups().len(),
-        });
-    }
-    let pairs = recv.local_block_ids.iter().zip(remote.groups()).enumerate();
-    pairs
-        .map(|(group, (local, remote))| match remote.len().checked_sub(local.len()) {
-            Some(skipped) => Ok(remote[skipped..].to_vec()),
-            None => Err(EngineFatal::RemoteBlocksTooFew {
-                request: request.to_owned(),
-                group,
-                local: local.len(),
-                remote: remote.len(),
-            }),
-        })
-        .collect()
-}
-
-fn expand(groups: &[Vec<u64>], blocks_per_logical: u64) -> Vec<Vec<u64>> {
-    groups.iter().map(|ids| kernel_block_ids(ids, blocks_per_logical)).collect()
-}
-
-/// An id past the end of its region would silently select a block of the next region.
-fn check_range(groups: &[Vec<u64>], region_blocks: &[u64]) -> Result<(), TransportError> {
-    let len = region_blocks.iter().copied().min().unwrap_or(0);
-    match groups.iter().flatten().find(|id| **id >= len) {
-        Some(&index) => Err(TransportError::IndexOutOfRange { index, len }),
-        None => Ok(()),
+    /// Tells one rank that its blocks were read; its lease frees them when this fails.
+    pub(super) fn notify(
+        &mut self,
+        request: &str,
+        recv: &RecvRequest,
+        rank: u32,
+        agent: &AgentName,
+        message: &[u8],
+    ) {
+        if let Err(error) = self.transport.send_notification(agent, message) {
+            self.stats.num_failed_notifications.push(1);
+            let context =
+                FailureContext { remote_rank: Some(rank), ..FailureContext::of_recv(request, recv) };
+            self.log_failure("notification_failed", &context, Some(&error));
+        }
     }
 }

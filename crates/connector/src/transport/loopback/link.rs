@@ -33,10 +33,10 @@ struct Progress {
 /// One transfer, shared by the agent that polls it and the link that carries it out.
 #[derive(Debug)]
 pub(super) struct TransferCell {
-    op: TransferOp,
-    local: Vec<Descriptor>,
-    remote: Vec<Descriptor>,
-    notification: Option<Vec<u8>>,
+    pub(super) op: TransferOp,
+    pub(super) local: Vec<Descriptor>,
+    pub(super) remote: Vec<Descriptor>,
+    pub(super) notification: Option<Vec<u8>>,
     progress: Mutex<Progress>,
     cancelled: AtomicBool,
 }
@@ -66,6 +66,10 @@ impl TransferCell {
         progress.fails = fails;
     }
 
+    pub(super) fn is_posted(&self) -> bool {
+        self.progress.lock().posted_at.is_some()
+    }
+
     pub(super) fn state(&self) -> TransferState {
         self.progress.lock().state
     }
@@ -85,13 +89,13 @@ impl TransferCell {
         self.cancelled.store(true, Ordering::SeqCst);
     }
 
-    fn end(&self, state: TransferState) {
+    pub(super) fn end(&self, state: TransferState) {
         let mut progress = self.progress.lock();
         progress.state = state;
         progress.transfer = progress.posted_at.map_or(Duration::ZERO, |posted| posted.elapsed());
     }
 
-    fn is_void(&self) -> bool {
+    pub(super) fn is_void(&self) -> bool {
         self.cancelled.load(Ordering::SeqCst) || self.progress.lock().fails
     }
 }

@@ -20,8 +20,9 @@ const MAX_INBOX: usize = 1 << 16;
 /// How long a peer may take to introduce itself.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// What an agent lets its peers at.
 #[derive(Debug)]
-struct Shared {
+pub(super) struct Shared {
     secret: [u8; 16],
     memory: KvMemory,
     registered: RwLock<HashMap<RegistrationId, Vec<Descriptor>>>,
@@ -42,17 +43,23 @@ pub(super) struct Server {
     acceptor: Option<JoinHandle<()>>,
 }
 
-impl Server {
-    pub(super) fn start(name: &str, secret: [u8; 16], memory: KvMemory) -> io::Result<Self> {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
-        let address = listener.local_addr()?;
-        let shared = Arc::new(Shared {
+impl Shared {
+    pub(super) fn new(secret: [u8; 16], memory: KvMemory) -> Arc<Self> {
+        Arc::new(Self {
             secret,
             memory,
             registered: RwLock::default(),
             inbox: Mutex::default(),
             closed: AtomicBool::new(false),
-        });
+        })
+    }
+}
+
+impl Server {
+    pub(super) fn start(name: &str, secret: [u8; 16], memory: KvMemory) -> io::Result<Self> {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+        let address = listener.local_addr()?;
+        let shared = Shared::new(secret, memory);
         let accepting = Arc::clone(&shared);
         let acceptor = thread::Builder::new()
             .name(format!("loopback {name}"))
@@ -64,20 +71,8 @@ impl Server {
         self.address
     }
 
-    pub(super) fn register(&self, registration: RegistrationId, ranges: Vec<Descriptor>) {
-        self.shared.registered.write().insert(registration, ranges);
-    }
-
-    pub(super) fn deregister(&self, registration: RegistrationId) -> bool {
-        self.shared.registered.write().remove(&registration).is_some()
-    }
-
-    pub(super) fn is_registered(&self, range: &Descriptor) -> bool {
-        self.shared.is_registered(range)
-    }
-
-    pub(super) fn take_notifications(&self) -> Vec<(AgentName, Vec<u8>)> {
-        self.shared.inbox.lock().drain(..).collect()
+    pub(super) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
     }
 }
 
@@ -96,7 +91,23 @@ impl Drop for Server {
 }
 
 impl Shared {
-    fn is_registered(&self, range: &Descriptor) -> bool {
+    pub(super) fn memory(&self) -> &KvMemory {
+        &self.memory
+    }
+
+    pub(super) fn register(&self, registration: RegistrationId, ranges: Vec<Descriptor>) {
+        self.registered.write().insert(registration, ranges);
+    }
+
+    pub(super) fn deregister(&self, registration: RegistrationId) -> bool {
+        self.registered.write().remove(&registration).is_some()
+    }
+
+    pub(super) fn take_notifications(&self) -> Vec<(AgentName, Vec<u8>)> {
+        self.inbox.lock().drain(..).collect()
+    }
+
+    pub(super) fn is_registered(&self, range: &Descriptor) -> bool {
         let Some(end) = range.address.checked_add(range.len) else { return false };
         let registered = self.registered.read();
         registered
@@ -105,7 +116,7 @@ impl Shared {
             .any(|outer| outer.address <= range.address && end - outer.address <= outer.len)
     }
 
-    fn deliver(&self, peer: &AgentName, message: Vec<u8>) -> io::Result<()> {
+    pub(super) fn deliver(&self, peer: &AgentName, message: Vec<u8>) -> io::Result<()> {
         let mut inbox = self.inbox.lock();
         if inbox.len() >= MAX_INBOX {
             return Err(wire::refused("too many notifications"));

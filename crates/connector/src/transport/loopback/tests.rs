@@ -50,8 +50,8 @@ fn pair() -> Pair {
     let (mut reader, reader_base) = agent("reader");
     let (source, source_base) = agent("source");
     let source_name = reader.add_remote_agent(&source.agent_metadata()).unwrap();
-    let local = reader.prepare_local(&blocks(reader_base)).unwrap();
-    let remote = reader.prepare_remote(&source_name, &blocks(source_base)).unwrap();
+    let local = reader.prepare_local(MemoryType::Dram, &blocks(reader_base)).unwrap();
+    let remote = reader.prepare_remote(&source_name, MemoryType::Dram, &blocks(source_base)).unwrap();
     Pair { reader, source, local, remote, reader_base, source_base, source_name }
 }
 
@@ -144,33 +144,33 @@ fn memory_that_is_not_registered_cannot_be_read() {
     source.register_memory(MemoryType::Dram, &[registered]).unwrap();
     let (mut reader, base) = agent("reader");
     let name = reader.add_remote_agent(&source.agent_metadata()).unwrap();
-    let local = reader.prepare_local(&blocks(base)).unwrap();
+    let local = reader.prepare_local(MemoryType::Dram, &blocks(base)).unwrap();
     let hidden = Descriptor { address: bases[1], len: 64, device: 0 };
     let beyond = Descriptor { address: u64::MAX - 3, len: 64, device: 0 };
-    let remote = reader.prepare_remote(&name, &[hidden, beyond, registered]).unwrap();
+    let remote = reader.prepare_remote(&name, MemoryType::Dram, &[hidden, beyond, registered]).unwrap();
     for (id, state) in [(0, TransferState::Failed), (1, TransferState::Failed), (2, TransferState::Done)] {
         let transfer = reader.make_transfer(TransferOp::Read, (local, &[0]), (remote, &[id]), None).unwrap();
         reader.post(transfer).unwrap();
         assert_eq!(ended(&mut reader, transfer), state, "descriptor {id}");
     }
     assert!(source.register_memory(MemoryType::Dram, &[beyond]).is_err());
-    assert!(source.prepare_local(&[hidden]).is_err());
+    assert!(source.prepare_local(MemoryType::Dram, &[hidden]).is_err());
 }
 
 #[test]
 fn a_wrong_secret_opens_nothing() {
     let (source, source_base) = agent("source");
     let (mut reader, base) = agent("reader");
-    let mut blob = source.blob.clone();
+    let mut blob = AgentBlob::decode(&source.agent_metadata()).unwrap();
     blob.secret = [0; 16];
     let name = reader.add_remote_agent(&blob.encode()).unwrap();
-    let local = reader.prepare_local(&blocks(base)).unwrap();
-    let remote = reader.prepare_remote(&name, &blocks(source_base)).unwrap();
+    let local = reader.prepare_local(MemoryType::Dram, &blocks(base)).unwrap();
+    let remote = reader.prepare_remote(&name, MemoryType::Dram, &blocks(source_base)).unwrap();
     let transfer =
         reader.make_transfer(TransferOp::Read, (local, &[0]), (remote, &[0]), Some(b"x:1")).unwrap();
     reader.post(transfer).unwrap();
     assert_eq!(ended(&mut reader, transfer), TransferState::Failed);
-    assert!(source.server.take_notifications().is_empty());
+    assert!(source.shared().take_notifications().is_empty());
 }
 
 #[test]
@@ -186,7 +186,7 @@ fn selections_are_checked_before_anything_moves() {
     assert_eq!(make((remote, &[0]), (local, &[0])), Err(TransportError::Mismatch));
     assert_eq!(make((ListId(99), &[0]), (remote, &[0])), Err(TransportError::UnknownHandle(99)));
     let shorter = Descriptor { address: pair.source_base, len: 8, device: 0 };
-    let short = pair.reader.prepare_remote(&pair.source_name, &[shorter]).unwrap();
+    let short = pair.reader.prepare_remote(&pair.source_name, MemoryType::Dram, &[shorter]).unwrap();
     let transfer = pair.reader.make_transfer(TransferOp::Read, (local, &[0]), (short, &[0]), None);
     assert_eq!(transfer, Err(TransportError::Mismatch));
 }
@@ -221,50 +221,6 @@ fn a_removed_peer_is_unknown_and_can_be_added_again() {
     let again = pair.reader.add_remote_agent(&pair.source.agent_metadata()).unwrap();
     pair.reader.send_notification(&again, b"x").unwrap();
     eventually(|| Some(pair.source.take_notifications()).filter(|m| !m.is_empty()));
-}
-
-/// The other process of the next test; does nothing when it is run by hand without input.
-#[test]
-#[ignore = "the child process of another test"]
-fn child_process_that_serves_its_memory() {
-    let (source, base) = agent("child");
-    source.memory().write(base, &[42; BLOCK as usize]).unwrap();
-    let blob: Vec<String> = source.agent_metadata().iter().map(|byte| format!("{byte:02x}")).collect();
-    println!("\nagent {base} {}", blob.concat());
-    // Lives until the parent lets go.
-    std::io::stdin().read_line(&mut String::new()).unwrap();
-}
-
-#[test]
-fn another_process_is_read_and_its_death_noticed() {
-    use std::io::{BufRead, BufReader};
-    use std::process::{Command, Stdio};
-    let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--ignored", "--exact", "--nocapture"])
-        .arg("transport::loopback::tests::child_process_that_serves_its_memory")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-    let line = lines.map(Result::unwrap).find(|line| line.starts_with("agent ")).unwrap();
-    let [_, base, blob] = line.split(' ').collect::<Vec<_>>()[..] else { panic!("{line}") };
-    let (base, blob) = (base.parse().unwrap(), crate::golden::unhex(&blob.into()));
-    let (mut reader, reader_base) = agent("reader");
-    let name = reader.add_remote_agent(&blob).unwrap();
-    let local = reader.prepare_local(&blocks(reader_base)).unwrap();
-    let remote = reader.prepare_remote(&name, &blocks(base)).unwrap();
-    let read = |reader: &mut LoopbackAgent| {
-        let ids: (ListId, &[u64]) = (remote, &[0]);
-        let transfer = reader.make_transfer(TransferOp::Read, (local, &[1]), ids, Some(b"r:1")).unwrap();
-        reader.post(transfer).unwrap();
-        ended(reader, transfer)
-    };
-    assert_eq!(read(&mut reader), TransferState::Done);
-    assert_eq!(reader.memory().read(reader_base + BLOCK, BLOCK).unwrap(), [42; BLOCK as usize]);
-    child.kill().unwrap();
-    child.wait().unwrap();
-    assert_eq!(read(&mut reader), TransferState::Failed);
 }
 
 #[test]

@@ -55,6 +55,27 @@ impl AgentBlob {
     }
 }
 
+const FABRIC_KIND: &str = "kvbaton-fabric-1";
+
+/// The blob of an agent that is reached through a fabric, by its name alone.
+pub(super) fn encode_fabric_name(name: &str) -> Vec<u8> {
+    let mut writer = Writer::default();
+    writer.array(2);
+    writer.str(FABRIC_KIND);
+    writer.str(name);
+    writer.bytes
+}
+
+pub(super) fn decode_fabric_name(bytes: &[u8]) -> Option<String> {
+    let mut reader = Reader::new(bytes);
+    if reader.array_header("blob").ok()? != 2 || reader.str("kind").ok()? != FABRIC_KIND {
+        return None;
+    }
+    let name = reader.str("name").ok().filter(|name| name.len() <= MAX_NAME)?.to_owned();
+    reader.finish().ok()?;
+    Some(name)
+}
+
 /// One request on a connection; the bytes of a write follow it.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Frame {

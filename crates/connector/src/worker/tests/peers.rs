@@ -2,6 +2,7 @@ use super::*;
 use crate::protocol::handshake::NixlHandshakePayload;
 use crate::protocol::metadata::{AgentMetadataV14, NixlAgentMetadata};
 use crate::protocol::msgpack::DecodeError;
+use crate::regions::PeerError;
 
 fn answer(d: &mut Engine, payload: Vec<u8>) -> Result<(), HandshakeError> {
     let job = d.worker.take_handshake_jobs().remove(0);
@@ -77,26 +78,26 @@ fn another_hash_is_refused_before_the_metadata_is_read() {
 #[test]
 fn a_peer_that_does_not_fit_leaves_no_trace_and_may_try_again() {
     type Change = fn(&mut AgentMetadataV14);
-    let changes: [(&str, Change); 14] = [
-        ("EngineIdMismatch", |m| m.engine_id = "q".to_owned()),
-        ("UnsupportedTopology", |m| m.block_size = 32),
-        ("UnsupportedTopology", |m| m.dcp_size = 2),
-        ("UnsupportedTopology", |m| m.pcp_size = 2),
-        ("UnsupportedTopology", |m| m.physical_blocks_per_logical_kv_block = 0),
-        ("LayoutMismatch", |m| m.kv_cache_layout = "LBNHC".to_owned()),
-        ("RegionMismatch", |m| m.block_lens[1] = 64),
-        ("RegionMismatch", |m| m.block_strides[2] = 31),
-        ("RegionMismatch", |m| m.kv_caches_base_addr.truncate(2)),
-        ("RegionMismatch", |m| m.region_num_blocks = Some(vec![16, 16, -1])),
-        ("RegionMismatch", |m| m.region_num_blocks = Some(vec![16, 16, i64::MAX])),
-        ("RegionMismatch", |m| m.region_mem_types = Some(vec![])),
-        ("RegionNameMismatch", |m| m.region_names.as_mut().unwrap().swap(0, 1)),
+    let changes: [(&str, Change); 13] = [
+        ("Peer(EngineId", |m| m.engine_id = "q".to_owned()),
+        ("Peer(Topology(BlockSizes", |m| m.block_size = 32),
+        ("Peer(PartialContext", |m| (m.pcp_size, m.dcp_size) = (4, 2)),
+        ("Peer(", |m| m.physical_blocks_per_logical_kv_block = 0),
+        ("Peer(Layout", |m| m.kv_cache_layout = "LBNHC".to_owned()),
+        ("Peer(", |m| m.block_lens[1] = 64),
+        ("Peer(", |m| m.block_strides[2] = 31),
+        ("Peer(", |m| m.kv_caches_base_addr.truncate(2)),
+        ("Peer(", |m| m.region_num_blocks = Some(vec![16, 16, -1])),
+        ("Descriptors(TooMany", |m| m.region_num_blocks = Some(vec![16, 16, i64::MAX])),
+        ("Peer(", |m| m.region_mem_types = Some(vec![])),
+        ("Peer(RegionName", |m| m.region_names.as_mut().unwrap().swap(0, 1)),
         ("Transport", |m| m.agent_metadata = b"of another transport".to_vec()),
     ];
     for (kind, change) in changes {
         let (p, mut d) = (engine("p"), engine("d"));
         ask(&mut d, "p");
-        let error = answer(&mut d, changed(&p, change)).unwrap_err();
+        let answered = answer(&mut d, changed(&p, change));
+        let Err(error) = answered else { panic!("{kind}: not refused") };
         assert!(format!("{error:?}").starts_with(kind), "{kind}: {error:?}");
         assert_eq!(d.worker.transport.live_handles(), 1, "only the local list");
         assert_eq!(d.worker.connected_engines().count(), 0);
@@ -109,16 +110,19 @@ fn a_peer_that_does_not_fit_leaves_no_trace_and_may_try_again() {
 }
 
 #[test]
-fn other_sizes_are_not_asked_and_an_engine_does_not_read_from_itself() {
+fn sizes_that_do_not_map_are_not_asked_and_an_engine_does_not_read_from_itself() {
+    for (tp_size, pp_size) in [(0, 1), (1, 2)] {
+        let mut d = engine("d");
+        let mut wide = recv("p", &[0], &[0], true);
+        (wide.tp_size, wide.pp_size) = (tp_size, pp_size);
+        d.start(&[("r", wide)], at(1)).unwrap();
+        assert!(d.worker.take_handshake_jobs().is_empty());
+        assert_eq!(d.worker.poll(at(1)).unwrap().failed_recving, ["r"]);
+    }
     let mut d = engine("d");
-    let mut wide = recv("p", &[0], &[0], true);
-    wide.tp_size = 2;
-    d.start(&[("r", wide)], at(1)).unwrap();
-    assert!(d.worker.take_handshake_jobs().is_empty());
-    assert_eq!(d.worker.poll(at(1)).unwrap().failed_recving, ["r"]);
     ask(&mut d, "d");
     let own = d.worker.handshake_payload();
-    assert_eq!(answer(&mut d, own), Err(HandshakeError::SelfHandshake));
+    assert_eq!(answer(&mut d, own), Err(HandshakeError::Peer(PeerError::OwnEngine)));
     let unasked = d.worker.complete_handshake("x", Ok(vec![]), at(1));
     assert_eq!(unasked, Err(HandshakeError::NotPending("x".to_owned())));
 }

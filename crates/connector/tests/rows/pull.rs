@@ -1,7 +1,5 @@
 //! A prefill and a decode engine's connector halves, wired together as an engine would wire them.
 
-#![allow(clippy::unwrap_used, clippy::panic, reason = "a failed step is a failed test")]
-
 use std::time::{Duration, Instant};
 
 use kv_connector::ClockTime;
