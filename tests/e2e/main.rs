@@ -17,6 +17,7 @@ mod legs;
 mod malformed_handoff;
 mod program;
 mod registry;
+mod retry;
 mod stream;
 mod stream_faults;
 mod support;

@@ -84,6 +84,17 @@ pub struct UpstreamFailure {
     pub broken: Broken,
     /// How far it got.
     pub progress: Progress,
+    /// The connection had been kept from an earlier exchange and ended before a byte of the answer:
+    /// most likely the engine closed it for idleness just then.
+    pub stale: bool,
+}
+
+impl UpstreamFailure {
+    /// A failure on a connection that says nothing about idleness.
+    #[must_use]
+    pub const fn new(stage: Stage, broken: Broken, progress: Progress) -> Self {
+        Self { stage, broken, progress, stale: false }
+    }
 }
 
 impl UpstreamFailure {

@@ -220,7 +220,7 @@ impl Hold {
     }
 
     async fn send(&self, peer: &Arc<Peer>, path: &str, body: Spliced) -> Result<StatusCode, UpstreamFailure> {
-        let leg = Leg {
+        let leg = |body| Leg {
             stage: Stage::Decode,
             peer,
             method: Method::POST,
@@ -228,7 +228,11 @@ impl Hold {
             headers: own_headers(&RequestId::accept(None)),
             body,
         };
-        let response = self.core.upstream.send(leg, self.core.settings.timeouts.release).await?;
+        let deadline = self.core.settings.timeouts.release;
+        let response = match self.core.upstream.send(leg(body.clone()), deadline).await {
+            Err(failure) if failure.stale => self.core.upstream.send(leg(body), deadline).await?,
+            sent => sent?,
+        };
         let status = response.status();
         let limit = self.core.settings.limits.answer_bytes;
         self.core.upstream.collect(Stage::Decode, response.into_body(), limit).await?;

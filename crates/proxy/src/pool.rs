@@ -42,7 +42,9 @@ pub(crate) struct Pool {
     snapshot: ArcSwap<Snapshot>,
     /// Serialises changes; the values number the prefill and the decode peers without a name.
     changes: Mutex<[usize; 2]>,
-    turn: AtomicUsize,
+    /// Whose turn it is among equally busy peers. One count per stage: with a common one, two
+    /// choices a request would meet the same peer each time.
+    turns: [AtomicUsize; 2],
 }
 
 impl Pool {
@@ -107,7 +109,7 @@ impl Pool {
     ) -> Result<InFlight, ProxyError> {
         let snapshot = self.snapshot.load();
         let peers = snapshot.of(stage);
-        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+        let turn = self.turns[stage as usize].fetch_add(1, Ordering::Relaxed);
         let least_busy = |lists: &dyn Fn(&Peer) -> bool| {
             let start = if peers.is_empty() { 0 } else { turn % peers.len() };
             peers[start..]
