@@ -35,7 +35,12 @@ pub use metrics::METRICS_CONTENT_TYPE;
 pub use pool::{
     Authorization, ModelList, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Readiness, Role,
 };
-pub use registry::{EngineView, PayloadPart, RankView, Registered, Registry, RegistryError};
+pub use registry::{
+    AboutEngine, ChangeKind, Changes, ClockReading, Echo, EngineRecord, EngineRole, EngineState,
+    EngineSummary, EngineView, FieldProblem, Found, Heartbeat, Missing, PayloadPart, Rank, RankId,
+    RankPayload, RankView, Receipt, Registered, Registration, Registry, RegistryChange, RegistryError,
+    RegistryLimits, RegistrySnapshot, Watched, Watcher, canonical_base_url,
+};
 pub use request::{BadRequest, Endpoint};
 pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{ClientInjected, HandOffPolicy, Limits, OnMissing, Probe, Settings, Timeouts};
@@ -74,7 +79,11 @@ impl Proxy {
         let upstream = Upstream::new(&settings.timeouts, tasks.clone());
         let core = Arc::new(Core {
             ledger: Ledger::new(Arc::clone(&metrics)),
-            registry: Registry::new(settings.limits.payload_bytes, settings.limits.registry_engines),
+            registry: Registry::new(RegistryLimits {
+                payload_bytes: settings.limits.payload_bytes,
+                engines: settings.limits.registry_engines,
+                ..RegistryLimits::default()
+            }),
             pool: Pool::default(),
             upstream,
             metrics,
@@ -84,6 +93,7 @@ impl Proxy {
             settings,
         });
         pool::probe::watch(Arc::clone(&core));
+        core.tasks.spawn(core.registry.clone().expire_until(core.stop.clone()));
         Self { core }
     }
 
@@ -169,6 +179,8 @@ impl Proxy {
     /// From now on the router says that it is not ready; requests are still served.
     pub fn drain(&self) {
         self.core.draining.store(true, Ordering::Relaxed);
+        // Watchers never end by themselves, and would be waited for.
+        self.core.registry.close();
     }
 
     /// The handshake registry.
