@@ -37,7 +37,12 @@ pub use metrics::METRICS_CONTENT_TYPE;
 pub use pool::{
     Authorization, ModelList, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Readiness, Role,
 };
-pub use registry::{EngineView, PayloadPart, RankView, Registered, Registry, RegistryError};
+pub use registry::{
+    AboutEngine, ChangeKind, Changes, ClockReading, Echo, EngineRecord, EngineRole, EngineState,
+    EngineSummary, EngineView, FieldProblem, Found, Heartbeat, Missing, PayloadPart, Rank, RankId,
+    RankPayload, RankView, Receipt, Registered, Registration, Registry, RegistryChange, RegistryError,
+    RegistryLimits, RegistrySnapshot, Watched, Watcher, canonical_base_url,
+};
 pub use request::{BadRequest, Endpoint};
 pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{ClientInjected, HandOffPolicy, Limits, OnMissing, Probe, Retry, Settings, Timeouts};
@@ -78,7 +83,11 @@ impl Proxy {
         let core = Arc::new(Core {
             retries: retry::Budget::new(settings.retry.clone()),
             ledger: Ledger::new(Arc::clone(&metrics)),
-            registry: Registry::new(settings.limits.payload_bytes, settings.limits.registry_engines),
+            registry: Registry::new(RegistryLimits {
+                payload_bytes: settings.limits.payload_bytes,
+                engines: settings.limits.registry_engines,
+                ..RegistryLimits::default()
+            }),
             pool: Pool::default(),
             upstream,
             metrics,
@@ -88,6 +97,7 @@ impl Proxy {
             settings,
         });
         pool::probe::watch(Arc::clone(&core));
+        core.tasks.spawn(core.registry.clone().expire_until(core.stop.clone()));
         Self { core }
     }
 
@@ -173,6 +183,8 @@ impl Proxy {
     /// From now on the router says that it is not ready; requests are still served.
     pub fn drain(&self) {
         self.core.draining.store(true, Ordering::Relaxed);
+        // Watchers never end by themselves, and would be waited for.
+        self.core.registry.close();
     }
 
     /// The handshake registry.
