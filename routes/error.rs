@@ -226,6 +226,9 @@ fn proxy_face(error: &ProxyError) -> Face {
             };
             Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, code).retry()
         }
+        ProxyError::NoCompatiblePair => {
+            Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, "no_compatible_pair").retry()
+        }
         ProxyError::Upstream(failure) => upstream_face(failure),
         ProxyError::PrefillFailed(status) => {
             let message = format!("the prefill engine failed with status {status}");
@@ -291,6 +294,8 @@ fn peer_spec_face(error: &PeerSpecError) -> Face {
             Face::invalid("invalid_peer").param("url")
         }
         PeerSpecError::Token => Face::invalid("invalid_peer").param("token"),
+        PeerSpecError::SideChannel => Face::invalid("invalid_peer").param("kv_host"),
+        PeerSpecError::Lease => Face::invalid("invalid_peer").param("lease"),
         PeerSpecError::Name { .. } => Face::invalid("invalid_peer").param("name"),
         PeerSpecError::Exists { .. } => Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "peer_exists"),
     }
@@ -335,7 +340,7 @@ mod tests {
     use super::*;
 
     fn upstream(stage: Stage, broken: Broken) -> RouteError {
-        ProxyError::Upstream(UpstreamFailure { stage, broken, progress: Progress::Sent }).into()
+        ProxyError::Upstream(UpstreamFailure::new(stage, broken, Progress::Sent)).into()
     }
 
     fn bad_request(bad: BadRequest) -> RouteError {
@@ -361,6 +366,7 @@ mod tests {
             (bad_request(BadRequest::TooManyEdits { limit: 1 }), 400, "too_many_repeated_fields"),
             (ProxyError::NoPeer(Stage::Prefill).into(), 503, "no_prefill"),
             (ProxyError::NoPeer(Stage::Decode).into(), 503, "no_decode"),
+            (ProxyError::NoCompatiblePair.into(), 503, "no_compatible_pair"),
             (upstream(Stage::Decode, Broken::Connect), 502, "upstream_connect"),
             (upstream(Stage::Prefill, Broken::Reset), 502, "upstream_reset"),
             (upstream(Stage::Prefill, Broken::Timeout), 504, "upstream_timeout"),

@@ -153,6 +153,7 @@ pub const ENDPOINTS: &[EndpointDoc] = &[
     EndpointDoc::guarded(Method::POST, "/admin/peers", || post(admin::add_peer)),
     EndpointDoc::guarded(Method::GET, "/admin/peers/{id}", || get(admin::peer)),
     EndpointDoc::guarded(Method::DELETE, "/admin/peers/{id}", || delete(admin::remove_peer)),
+    EndpointDoc::guarded(Method::GET, "/admin/compatibility", || get(admin::compatibility)),
     EndpointDoc::guarded(Method::GET, "/admin/handoffs", || get(admin::hand_offs)),
     // Health.
     EndpointDoc::open(Method::GET, "/livez", || get(health::live)),

@@ -17,6 +17,7 @@ use crate::handoff;
 use crate::json;
 use crate::lease::Lease;
 use crate::metrics::Outcome;
+use crate::pool::pairing;
 use crate::pool::peer::{InFlight, Peer};
 use crate::prefill::PrefillLeg;
 use crate::request::{ClientRequest, Endpoint, pass_through_body};
@@ -74,12 +75,17 @@ impl Core {
             .map_err(ProxyError::from)?;
         let mut tries = Tries::new(&self.settings.retry);
         // D first: without one, a prefill would only strand blocks.
-        let mut in_flight = self.pool.choose(Stage::Decode, Some(request.model()), &tries.decode)?;
-        let mut lease = self.hand_off(&request, exchange, &mut tries).await?;
+        self.pool.learn(&self.registry);
+        let mut in_flight = self.choose_decode(&request, &tries)?;
+        let mut lease = self.hand_off(&request, exchange, &in_flight.peer, &mut tries).await?;
         loop {
             if lease.as_ref().is_some_and(Lease::is_expiring) {
                 lease = None;
                 self.without_hand_off(HandOffRefusal::Expiring, &exchange.request_id)?;
+            }
+            if lease.as_ref().is_some_and(Lease::is_orphaned) {
+                lease = None;
+                self.without_hand_off(HandOffRefusal::EngineGone, &exchange.request_id)?;
             }
             let peer = Arc::clone(&in_flight.peer);
             let failure = match self.decode(&request, exchange, in_flight, lease).await {
@@ -95,7 +101,7 @@ impl Core {
                             engine_answered(&peer, status);
                             drop((answer, guards));
                             in_flight = next;
-                            lease = self.hand_off(&request, exchange, &mut tries).await?;
+                            lease = self.hand_off(&request, exchange, &in_flight.peer, &mut tries).await?;
                             continue;
                         }
                     }
@@ -110,8 +116,29 @@ impl Core {
             };
             in_flight = self.after_failed_decode(&request, peer, failure, &mut tries).await?;
             if lease.is_none() {
-                lease = self.hand_off(&request, exchange, &mut tries).await?;
+                lease = self.hand_off(&request, exchange, &in_flight.peer, &mut tries).await?;
             }
+        }
+    }
+
+    /// A decode engine to which some prefill engine can hand off, where that matters.
+    fn choose_decode(&self, request: &ClientRequest, tries: &Tries) -> Result<InFlight, ProxyError> {
+        let unknown = self.settings.pairing.unknown;
+        let model = Some(request.model());
+        let alone = request.bypass().is_some();
+        let chosen = self.pool.choose(Stage::Decode, model, &tries.decode, |decode| {
+            alone || self.pool.has_partner(decode, unknown)
+        });
+        match chosen {
+            Err(ProxyError::NoCompatiblePair) => {
+                let no_prefill = self.pool.ready(Stage::Prefill) == 0;
+                if no_prefill || self.settings.hand_off.on_no_prefill == OnMissing::DecodeOnly {
+                    // The first leg finds nobody, and applies the policy for that.
+                    return self.pool.choose(Stage::Decode, model, &tries.decode, |_| true);
+                }
+                Err(ProxyError::NoCompatiblePair)
+            }
+            chosen => chosen,
         }
     }
 
@@ -152,7 +179,7 @@ impl Core {
 
     /// Another decode engine, if there is one and the budgets allow it.
     fn another_decode(&self, request: &ClientRequest, tries: &mut Tries) -> Option<InFlight> {
-        let next = self.pool.choose(Stage::Decode, Some(request.model()), &tries.decode).ok()?;
+        let next = self.choose_decode(request, tries).ok()?;
         tries.again(self, Stage::Decode).then_some(next)
     }
 
@@ -162,15 +189,22 @@ impl Core {
         self: &Arc<Self>,
         request: &ClientRequest,
         exchange: &Exchange,
+        decode: &Peer,
         tries: &mut Tries,
     ) -> Result<Option<Lease>, Stopped> {
         if let Some(reason) = request.bypass() {
             self.metrics.bypassed(reason.label());
             return Ok(None);
         }
+        let unknown = self.settings.pairing.unknown;
+        let choose = |tries: &Tries| {
+            self.pool.choose(Stage::Prefill, Some(request.model()), &tries.prefill, |prefill| {
+                pairing::judge(prefill, decode).allows(unknown)
+            })
+        };
         let mut failed = None;
         loop {
-            let in_flight = match self.pool.choose(Stage::Prefill, Some(request.model()), &tries.prefill) {
+            let in_flight = match choose(tries) {
                 Ok(in_flight) => in_flight,
                 Err(nobody) => return self.without_prefill(failed.unwrap_or(nobody), exchange),
             };
@@ -190,8 +224,7 @@ impl Core {
             if retry::after_prefill(fault) == Verdict::GiveUp {
                 return Err(Stopped::Error(error));
             }
-            let others = self.pool.choose(Stage::Prefill, Some(request.model()), &tries.prefill).is_ok();
-            if others && !tries.again(self, Stage::Prefill) {
+            if choose(tries).is_ok() && !tries.again(self, Stage::Prefill) {
                 return Err(Stopped::Error(error));
             }
             failed = Some(error);
@@ -224,7 +257,9 @@ impl Core {
         }
         Ok(match handoff::accept(&answer, &peer, route(&head).same_host, self.tokens_per_block()) {
             Ok(hand_off) => {
-                peer.saw_engine(&hand_off.engine_id);
+                if peer.saw_engine(&hand_off.engine_id) {
+                    self.pool.relearn();
+                }
                 Ok(Some(Lease::open(self, hand_off, &peer, request, &exchange.request_id)))
             }
             Err(refused) => {
@@ -301,7 +336,17 @@ impl Core {
             lease = None;
         }
         let metrics = Arc::clone(&self.metrics);
-        Ok((answer, Guards { in_flight, lease, tally: None, metrics, handed_over }))
+        Ok((
+            answer,
+            Guards {
+                request_id: exchange.request_id.clone(),
+                in_flight,
+                lease,
+                tally: None,
+                metrics,
+                handed_over,
+            },
+        ))
     }
 
     /// Turns D's answer into the client's: JSON is held whole, so that it arrives complete or not
@@ -344,7 +389,7 @@ impl Core {
         body: Bytes,
     ) -> Result<Response<RelayBody>, ProxyError> {
         let body = pass_through_body(body, self.settings.hand_off.client_injected.into())?;
-        let in_flight = self.pool.choose(Stage::Decode, None, &[])?;
+        let in_flight = self.pool.choose(Stage::Decode, None, &[], |_| true)?;
         let peer = Arc::clone(&in_flight.peer);
         let leg = Leg {
             stage: Stage::Decode,
@@ -360,7 +405,14 @@ impl Core {
             .await
             .map_err(|failure| self.engine_failed(&peer, failure))?;
         let metrics = Arc::clone(&self.metrics);
-        let guards = Guards { in_flight, lease: None, tally: None, metrics, handed_over: None };
+        let guards = Guards {
+            request_id: exchange.request_id.clone(),
+            in_flight,
+            lease: None,
+            tally: None,
+            metrics,
+            handed_over: None,
+        };
         self.relay(answer, guards, Endpoint::Completions, &mut None)
             .await
             .map_err(|failure| self.engine_failed(&peer, failure))

@@ -136,6 +136,9 @@ pub enum HandOffRefusal {
         /// Blocks that its tokens fill at the engine's block size.
         needed: u64,
     },
+    /// The engine that made it has been replaced since.
+    #[error("the engine that made the hand-off is gone")]
+    EngineGone,
     /// Too little of the lease is left to read the blocks safely.
     #[error("the hand-off's lease is about to end")]
     Expiring,
@@ -151,7 +154,8 @@ impl HandOffRefusal {
             | Self::Defect(_)
             | Self::TokenCount(_)
             | Self::Coverage { .. }
-            | Self::TooFewBlocks { .. } => "refused",
+            | Self::TooFewBlocks { .. }
+            | Self::EngineGone => "refused",
             Self::Expiring => "expired",
         }
     }
@@ -166,6 +170,9 @@ pub enum ProxyError {
     /// No usable engine for the stage.
     #[error("no {} engine is ready", .0.label())]
     NoPeer(Stage),
+    /// Engines are ready, but none of them can hand off to another.
+    #[error("no prefill engine that is ready can hand off to a decode engine")]
+    NoCompatiblePair,
     /// The exchange with an engine broke.
     #[error(transparent)]
     Upstream(#[from] UpstreamFailure),
@@ -184,6 +191,7 @@ impl ProxyError {
         match self {
             Self::BadRequest(_) => Fault::Client,
             Self::NoPeer(stage) => Fault::Fleet(*stage),
+            Self::NoCompatiblePair => Fault::Fleet(Stage::Prefill),
             Self::Upstream(failure) => Fault::Engine(failure.stage),
             Self::PrefillFailed(_) | Self::HandOff(_) => Fault::Engine(Stage::Prefill),
         }

@@ -41,6 +41,7 @@ pub(crate) struct Lease {
 
 struct Hold {
     core: Arc<Core>,
+    prefill: Arc<Peer>,
     key: u64,
     hand_off: HandedOff,
     request: ClientRequest,
@@ -54,7 +55,7 @@ impl Lease {
     pub(crate) fn open(
         core: &Arc<Core>,
         hand_off: HandedOff,
-        prefill: &Peer,
+        prefill: &Arc<Peer>,
         request: &ClientRequest,
         request_id: &RequestId,
     ) -> Self {
@@ -73,6 +74,7 @@ impl Lease {
         });
         let hold = Box::new(Hold {
             core: Arc::clone(core),
+            prefill: Arc::clone(prefill),
             key,
             hand_off,
             request: request.clone(),
@@ -99,6 +101,15 @@ impl Lease {
         self.hold.as_ref().is_some_and(|hold| {
             let margin = hold.core.settings.hand_off.lease_margin.min(hold.lasts / 2);
             hold.granted.elapsed() + margin >= hold.lasts
+        })
+    }
+
+    /// Whether the engine that holds the blocks has been replaced at its address.
+    pub(crate) fn is_orphaned(&self) -> bool {
+        self.hold.as_ref().is_some_and(|hold| {
+            hold.core.pool.learn(&hold.core.registry);
+            let identity = hold.prefill.identity.load();
+            !identity.engine_ids.is_empty() && !identity.engine_ids.contains(&hold.hand_off.engine_id)
         })
     }
 

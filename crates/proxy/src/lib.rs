@@ -35,7 +35,8 @@ pub use kv_connector::protocol::params::Generation;
 pub use ledger::{HandOffState, HandOffView};
 pub use metrics::METRICS_CONTENT_TYPE;
 pub use pool::{
-    Authorization, ModelList, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Readiness, Role,
+    Authorization, ModelList, PairView, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Readiness,
+    Role, Verdict,
 };
 pub use registry::{
     AboutEngine, ChangeKind, Changes, ClockReading, Echo, EngineRecord, EngineRole, EngineState,
@@ -45,7 +46,9 @@ pub use registry::{
 };
 pub use request::{BadRequest, Endpoint};
 pub use request_id::{RequestId, X_REQUEST_ID};
-pub use settings::{ClientInjected, HandOffPolicy, Limits, OnMissing, Probe, Retry, Settings, Timeouts};
+pub use settings::{
+    ClientInjected, HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Timeouts, UnknownPairs,
+};
 pub use stream::{RelayBody, RelayError};
 
 use ledger::Ledger;
@@ -137,6 +140,7 @@ impl Proxy {
     /// All peers.
     #[must_use]
     pub fn peers(&self) -> Vec<PeerView> {
+        self.core.pool.learn(&self.core.registry);
         self.core.pool.all().iter().map(|peer| peer.view()).collect()
     }
 
@@ -170,10 +174,19 @@ impl Proxy {
         self.core.ledger.views()
     }
 
+    /// Every pair of a prefill and a decode peer, with what is known of it.
+    #[must_use]
+    pub fn pairs(&self) -> Vec<PairView> {
+        self.core.pool.learn(&self.core.registry);
+        self.core.pool.pairs(self.core.settings.pairing.unknown)
+    }
+
     /// Whether new requests can be served.
     #[must_use]
     pub fn readiness(&self) -> Readiness {
+        self.core.pool.learn(&self.core.registry);
         Readiness {
+            pair: self.core.pool.has_pair(self.core.settings.pairing.unknown),
             prefill_ready: self.core.pool.ready(Stage::Prefill),
             decode_ready: self.core.pool.ready(Stage::Decode),
             draining: self.core.draining.load(Ordering::Relaxed),

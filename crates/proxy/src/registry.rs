@@ -257,6 +257,13 @@ impl Registry {
         made
     }
 
+    /// The current revision.
+    #[must_use]
+    pub fn revision(&self) -> u64 {
+        self.sweep_if_due();
+        *self.shared.revision.borrow()
+    }
+
     /// The current revision, and every later one; ends with the registry.
     #[must_use]
     pub fn subscribe(&self) -> watch_channel::Receiver<u64> {

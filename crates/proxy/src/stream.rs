@@ -17,6 +17,7 @@ use crate::lease::Lease;
 use crate::metrics::{Metrics, Outcome};
 use crate::pool::peer::InFlight;
 use crate::request::Endpoint;
+use crate::request_id::RequestId;
 use crate::splice::Spliced;
 use crate::upstream::body_broken;
 
@@ -53,6 +54,7 @@ impl Drop for Tally {
 
 /// The guards of one answer.
 pub(crate) struct Guards {
+    pub(crate) request_id: RequestId,
     pub(crate) in_flight: InFlight,
     pub(crate) lease: Option<Lease>,
     pub(crate) tally: Option<Tally>,
@@ -233,6 +235,7 @@ impl Live {
         self.guards.in_flight.peer.failed(broken.label(), false);
         self.guards.broke();
         tracing::warn!(
+            request_id = self.guards.request_id.as_str(),
             peer = %self.guards.in_flight.peer.id,
             kind = broken.label(),
             "a decode engine broke off an answer"

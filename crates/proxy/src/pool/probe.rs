@@ -56,6 +56,7 @@ pub(crate) fn probe_soon(core: &Arc<Core>, peer: Arc<Peer>) {
 async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) {
     let looked = tokio::time::timeout(settings.timeout, look(peer, upstream)).await;
     let outcome = looked.unwrap_or(Err(Unwell::Silent));
+    let reason = outcome.as_ref().err().map(ToString::to_string);
     let mut observed = peer.observed.write();
     let before = observed.state;
     match outcome {
@@ -74,7 +75,8 @@ async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) {
             if before != PeerState::Ready || !overlooked {
                 observed.state = PeerState::Unreachable;
             }
-            observed.last_error = Some(PeerFault::now(unwell.to_string()));
+            let hint = if peer.ends_in_v1() { " (its url should not end in /v1)" } else { "" };
+            observed.last_error = Some(PeerFault::now(format!("{unwell}{hint}")));
         }
     }
     let now = observed.state;
@@ -85,7 +87,8 @@ async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) {
         if now == PeerState::Ready {
             tracing::info!(peer = %peer.id, role, %url, "an engine is ready");
         } else {
-            tracing::warn!(peer = %peer.id, role, %url, "an engine does not answer its probes");
+            let reason = reason.unwrap_or_default();
+            tracing::warn!(peer = %peer.id, role, %url, reason, "an engine is not usable by its probes");
         }
     }
 }
