@@ -17,6 +17,7 @@ mod legs;
 mod malformed_handoff;
 mod program;
 mod registry;
+mod registry_v1;
 mod stream;
 mod stream_faults;
 mod support;
