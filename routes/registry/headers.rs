@@ -25,8 +25,9 @@ pub(crate) struct Patience {
 impl Patience {
     pub(super) fn wait(&self) -> Result<Duration, RouteError> {
         let seconds = self.wait.unwrap_or(0.0);
-        // More than the bound is the same as the bound, so that no number of seconds overflows.
-        Duration::try_from_secs_f64(seconds.min(3600.0)).map_err(|_not_a_duration| RouteError::Query {
+        // An hour is more than the registry's bound already, and no number of seconds overflows.
+        let seconds = if seconds > 3600.0 { 3600.0 } else { seconds };
+        Duration::try_from_secs_f64(seconds).map_err(|_not_a_duration| RouteError::Query {
             what: "`wait` must be a number of seconds".to_owned(),
         })
     }

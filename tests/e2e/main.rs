@@ -18,6 +18,7 @@ mod malformed_handoff;
 mod program;
 mod registry;
 mod retry;
+mod registry_v1;
 mod stream;
 mod stream_faults;
 mod support;
