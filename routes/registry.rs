@@ -13,7 +13,7 @@ use axum::extract::{Request, State as Shared};
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
 use http::header::{CONTENT_TYPE, HeaderMap, HeaderValue, VARY};
-use kvbaton_proxy::{EngineRole, EngineState, EngineView, Proxy};
+use kvbaton_proxy::{EngineRole, EngineState, EngineView, Missing, Proxy, Registry};
 use serde::{Deserialize, Serialize};
 
 pub(crate) use rank::{RANK_PATH, look_up, register_rank};
@@ -134,11 +134,11 @@ pub(crate) async fn engine(
     let registry = proxy.registry();
     // The default is the other way round than for a rank, whose payload is all that it is.
     let mut response = if accept::asks_for_msgpack(&request_headers) && !prefers_json(&request_headers) {
-        let look = |registry: &kvbaton_proxy::Registry| registry.look_up_engine(&engine_id);
+        let look = |registry: &Registry| registry.look_up_engine(&engine_id);
         let found = registry.look_within(patience.wait()?, look).await;
         let record = found.map_err(|missing| match missing {
-            kvbaton_proxy::Missing::Unknown => RouteError::UnknownEngine { engine_id: engine_id.clone() },
-            kvbaton_proxy::Missing::NotReady => RouteError::EngineNotReady { engine_id: engine_id.clone() },
+            Missing::Unknown => RouteError::UnknownEngine { engine_id: engine_id.clone() },
+            Missing::NotReady => RouteError::EngineNotReady { engine_id: engine_id.clone() },
         })?;
         let clock = registry.clock(&record);
         let body = EnginePayloads::new(&registry.view(&record)).encode()?;

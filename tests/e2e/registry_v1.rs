@@ -157,7 +157,7 @@ async fn a_killed_engine_leaves_when_its_time_is_out_and_one_that_shuts_down_at_
     silent.kill().await;
     let (kind, _) = follower.change(&id, |kind, _| kind != "registered").await;
     assert_eq!(kind, "expired");
-    cluster.assert_error(&cluster.get(&rank(&id)).await, 404, "unknown_rank");
+    cluster.wait_for("it is not found", async || cluster.get(&rank(&id)).await.status == 404).await;
 
     let orderly = start(&cluster, crate::support::listen().await, |_| {}).await;
     let id = orderly.engine_id().to_owned();

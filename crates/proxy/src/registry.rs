@@ -475,4 +475,6 @@ fn receipt(record: &EngineRecord, created: bool, router_clock: f64) -> Receipt {
 }
 
 #[cfg(test)]
+mod model_tests;
+#[cfg(test)]
 mod tests;
