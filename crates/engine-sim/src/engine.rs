@@ -93,7 +93,13 @@ pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine
     background.spawn(core.run());
     let registrar = registry.map(|registry| {
         let registration = registration(&shared.config, &engine_id, addr, payload);
-        let registrar = Registrar::new(registry, registration, shared.config.registry_refresh, started);
+        let registrar = Registrar::new(
+            registry,
+            registration,
+            shared.config.registry_refresh,
+            started,
+            Arc::clone(&shared.known),
+        );
         let (drain, kill) = (stop.drain.clone(), stop.kill.clone());
         background.spawn(registrar.run(Endings { drain, leave: leave.clone(), kill }))
     });

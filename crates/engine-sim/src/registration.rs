@@ -4,6 +4,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kv_connector::handshake::{
@@ -29,6 +30,8 @@ pub(crate) struct Registrar {
     /// The origin of the engine's clock.
     started: Instant,
     registered: bool,
+    /// Set with the first registration, for good.
+    known: Arc<AtomicBool>,
     echo: Option<Echo>,
 }
 
@@ -76,8 +79,9 @@ impl Registrar {
         registration: Registration,
         refresh: Duration,
         started: Instant,
+        known: Arc<AtomicBool>,
     ) -> Self {
-        Self { registry, registration, refresh, started, registered: false, echo: None }
+        Self { registry, registration, refresh, started, registered: false, known, echo: None }
     }
 
     /// Registers and beats until the engine ends.
@@ -133,6 +137,7 @@ impl Registrar {
         let Receipt { router_clock, .. } = receipt;
         self.echo = Some(Echo { router_clock, received: self.started.elapsed() });
         self.registered = true;
+        self.known.store(true, Ordering::Relaxed);
         Ok(())
     }
 }

@@ -9,9 +9,10 @@ use arc_swap::ArcSwap;
 use http::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use http::uri::{Authority, PathAndQuery, Scheme, Uri};
 use kv_connector::protocol::params::Generation;
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
+use tokio::time::Instant;
 
 use super::pairing::Identity;
 use crate::error::Stage;
@@ -224,6 +225,7 @@ pub(crate) struct Peer {
     prefix: String,
     replaced_authorization: Option<HeaderValue>,
     in_flight: AtomicUsize,
+    probed: Mutex<Option<Instant>>,
     /// Prefill engines that this decode engine has read from; emptied when it may have restarted.
     met: RwLock<HashSet<String>>,
     pub(crate) observed: RwLock<Observed>,
@@ -269,6 +271,7 @@ impl Peer {
             prefix,
             replaced_authorization,
             in_flight: AtomicUsize::new(0),
+            probed: Mutex::default(),
             met: RwLock::default(),
             observed: RwLock::new(observed),
             identity: ArcSwap::default(),
@@ -312,6 +315,16 @@ impl Peer {
                 }
             }
         }
+    }
+
+    /// Remembers when it was probed last.
+    pub(crate) fn probed_at(&self, now: Instant) {
+        *self.probed.lock() = Some(now);
+    }
+
+    /// Whether its last probe is so long ago.
+    pub(crate) fn is_due(&self, now: Instant, interval: Duration) -> bool {
+        self.probed.lock().is_none_or(|last| now.saturating_duration_since(last) >= interval)
     }
 
     pub(crate) fn is_ready(&self) -> bool {

@@ -125,7 +125,7 @@ fn check(registry: &Registry, follower: &Follower) {
         let Some(base_url) = &engine.base_url else { continue };
         assert!(addresses.insert(base_url.clone()), "two engines at one address");
         let at: Vec<_> = registry.engines_at(base_url).iter().map(|at| at.engine_id.clone()).collect();
-        assert_eq!(at, [engine.engine_id.clone()]);
+        assert_eq!(at, std::slice::from_ref(&engine.engine_id));
     }
     let bytes: usize = snapshot.engines.values().map(|engine| engine.payload_bytes()).sum();
     assert!(bytes <= registry.shared.limits.total_bytes && snapshot.engines.len() <= 4);
