@@ -5,7 +5,7 @@ use axum::Json;
 use axum::extract::State as Shared;
 use http::StatusCode;
 use http::header::LOCATION;
-use kvbaton_proxy::{HandOffView, PeerSpec, PeerView, Proxy};
+use kvbaton_proxy::{HandOffView, PairView, PeerSpec, PeerView, Proxy};
 use serde::Serialize;
 
 use crate::error::RouteError;
@@ -21,6 +21,12 @@ pub(crate) struct Peers {
 #[derive(Serialize)]
 pub(crate) struct HandOffs {
     handoffs: Vec<HandOffView>,
+}
+
+/// Every pair of a prefill and a decode peer.
+#[derive(Serialize)]
+pub(crate) struct Pairs {
+    pairs: Vec<PairView>,
 }
 
 pub(crate) async fn peers(Shared(proxy): Shared<Proxy>) -> Json<Peers> {
@@ -50,6 +56,10 @@ pub(crate) async fn remove_peer(
     Segments(id): Segments<String>,
 ) -> Result<Json<PeerView>, RouteError> {
     proxy.remove_peer(&id).map(Json).ok_or(RouteError::UnknownPeer { id })
+}
+
+pub(crate) async fn compatibility(Shared(proxy): Shared<Proxy>) -> Json<Pairs> {
+    Json(Pairs { pairs: proxy.pairs() })
 }
 
 pub(crate) async fn hand_offs(Shared(proxy): Shared<Proxy>) -> Json<HandOffs> {

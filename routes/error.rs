@@ -35,6 +35,14 @@ pub(crate) enum RouteError {
     ContentType { expected: &'static str },
     #[error(transparent)]
     Json(#[from] JsonFault),
+    #[error("the body cannot be used: {what}")]
+    Msgpack {
+        /// The member at fault, when the bytes themselves are msgpack.
+        path: Option<String>,
+        what: String,
+    },
+    #[error("the query cannot be used: {what}")]
+    Query { what: String },
     #[error("a path segment is not valid UTF-8")]
     PathNotUtf8,
     #[error("`{name}` in the path must be a number from 0 to 4294967295")]
@@ -47,6 +55,8 @@ pub(crate) enum RouteError {
     UnknownEngine { engine_id: String },
     #[error("rank {pp_rank}/{tp_rank} of the engine `{engine_id}` is not registered")]
     UnknownRank { engine_id: String, pp_rank: u32, tp_rank: u32 },
+    #[error("the engine `{engine_id}` is still registering")]
+    EngineNotReady { engine_id: String },
     #[error("only clients on this host may use this endpoint unless an admin token is set: {0}")]
     NotLocal(NotLocal),
     #[error("this endpoint needs the admin token as `Authorization: Bearer <token>`")]
@@ -181,12 +191,18 @@ impl RouteError {
                 Face::new(status, Class::InvalidRequest, "unsupported_content_type")
             }
             Self::Json(fault) => Face { param: fault.path.clone(), ..Face::invalid("invalid_json") },
+            Self::Msgpack { path, .. } => Face { param: path.clone(), ..Face::invalid("invalid_msgpack") },
+            Self::Query { .. } => Face::invalid("invalid_query"),
             Self::PathNotUtf8 => Face::invalid("invalid_path"),
             Self::RankInvalid { name } => Face::invalid("invalid_rank").param(*name),
             Self::UnknownModel { .. } => Face::absent("model_not_found").param("model"),
             Self::UnknownPeer { .. } => Face::absent("unknown_peer").param("id"),
             Self::UnknownEngine { .. } => Face::absent("unknown_engine").param("engine_id"),
             Self::UnknownRank { .. } => Face::absent("unknown_rank"),
+            Self::EngineNotReady { .. } => {
+                let status = StatusCode::CONFLICT;
+                Face::new(status, Class::InvalidRequest, "engine_not_ready").param("engine_id")
+            }
             Self::NotLocal(_) => Face::new(StatusCode::FORBIDDEN, Class::Permission, "not_local"),
             Self::TokenMissing => {
                 Face::new(StatusCode::UNAUTHORIZED, Class::Authentication, "token_required")
@@ -209,6 +225,9 @@ fn proxy_face(error: &ProxyError) -> Face {
                 Stage::Decode => "no_decode",
             };
             Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, code).retry()
+        }
+        ProxyError::NoCompatiblePair => {
+            Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, "no_compatible_pair").retry()
         }
         ProxyError::Upstream(failure) => upstream_face(failure),
         ProxyError::PrefillFailed(status) => {
@@ -258,6 +277,11 @@ fn registry_face(error: &RegistryError) -> Face {
         RegistryError::TooLarge { .. } => {
             Face::new(StatusCode::PAYLOAD_TOO_LARGE, Class::InvalidRequest, "body_too_large")
         }
+        RegistryError::Invalid { field, .. } => Face::invalid("invalid_registration").param(*field),
+        RegistryError::UnknownEngine { .. } => Face::absent("unknown_engine").param("engine_id"),
+        RegistryError::TooManyWatchers { .. } => {
+            Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, "too_many_watchers").retry()
+        }
         RegistryError::Full => {
             Face::new(StatusCode::INSUFFICIENT_STORAGE, Class::Unavailable, "registry_full")
         }
@@ -270,6 +294,8 @@ fn peer_spec_face(error: &PeerSpecError) -> Face {
             Face::invalid("invalid_peer").param("url")
         }
         PeerSpecError::Token => Face::invalid("invalid_peer").param("token"),
+        PeerSpecError::SideChannel => Face::invalid("invalid_peer").param("kv_host"),
+        PeerSpecError::Lease => Face::invalid("invalid_peer").param("lease"),
         PeerSpecError::Name { .. } => Face::invalid("invalid_peer").param("name"),
         PeerSpecError::Exists { .. } => Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "peer_exists"),
     }
@@ -307,14 +333,14 @@ mod tests {
 
     use bytes::Bytes;
     use http_body_util::BodyExt;
-    use kvbaton_proxy::{Progress, Proxy, Settings};
+    use kvbaton_proxy::{FieldProblem, Progress, Proxy, Settings};
     use tokio_util::sync::CancellationToken;
     use tokio_util::task::TaskTracker;
 
     use super::*;
 
     fn upstream(stage: Stage, broken: Broken) -> RouteError {
-        ProxyError::Upstream(UpstreamFailure { stage, broken, progress: Progress::Sent }).into()
+        ProxyError::Upstream(UpstreamFailure::new(stage, broken, Progress::Sent)).into()
     }
 
     fn bad_request(bad: BadRequest) -> RouteError {
@@ -340,6 +366,7 @@ mod tests {
             (bad_request(BadRequest::TooManyEdits { limit: 1 }), 400, "too_many_repeated_fields"),
             (ProxyError::NoPeer(Stage::Prefill).into(), 503, "no_prefill"),
             (ProxyError::NoPeer(Stage::Decode).into(), 503, "no_decode"),
+            (ProxyError::NoCompatiblePair.into(), 503, "no_compatible_pair"),
             (upstream(Stage::Decode, Broken::Connect), 502, "upstream_connect"),
             (upstream(Stage::Prefill, Broken::Reset), 502, "upstream_reset"),
             (upstream(Stage::Prefill, Broken::Timeout), 504, "upstream_timeout"),
@@ -361,6 +388,14 @@ mod tests {
             (RegistryError::EngineMismatch { found: text() }.into(), 409, "engine_id_mismatch"),
             (RegistryError::TooLarge { limit: 1 }.into(), 413, "body_too_large"),
             (RegistryError::Full.into(), 507, "registry_full"),
+            (
+                RegistryError::Invalid { field: "clock", problem: FieldProblem::NotFinite }.into(),
+                400,
+                "invalid_registration",
+            ),
+            (RegistryError::UnknownEngine { engine_id: text() }.into(), 404, "unknown_engine"),
+            (RegistryError::TooManyWatchers { limit: 1 }.into(), 503, "too_many_watchers"),
+            (RouteError::EngineNotReady { engine_id: text() }, 409, "engine_not_ready"),
             (PeerSpecError::Url { url: text() }.into(), 400, "invalid_peer"),
             (PeerSpecError::Scheme { url: text() }.into(), 400, "invalid_peer"),
             (PeerSpecError::Token.into(), 400, "invalid_peer"),
@@ -385,6 +420,8 @@ mod tests {
             (RouteError::BodyIncomplete, 400, "body_incomplete"),
             (RouteError::ContentEncoding, 415, "unsupported_content_encoding"),
             (RouteError::ContentType { expected: "x/y" }, 415, "unsupported_content_type"),
+            (RouteError::Msgpack { path: None, what: String::new() }, 400, "invalid_msgpack"),
+            (RouteError::Query { what: String::new() }, 400, "invalid_query"),
             (RouteError::PathNotUtf8, 400, "invalid_path"),
             (RouteError::UnknownModel { id: String::new() }, 404, "model_not_found"),
             (RouteError::Unexpected, 500, "internal_error"),

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::rejection::PathRejection;
-use axum::extract::{FromRequest, FromRequestParts, Path, Request};
+use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
 use axum::middleware::Next;
 use axum::response::Response;
 use bytes::BytesMut;
@@ -143,7 +143,7 @@ impl<T: DeserializeOwned> FromRequest<State> for Json<T> {
     }
 }
 
-fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, JsonFault> {
+pub(crate) fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, JsonFault> {
     let mut reader = serde_json::Deserializer::from_slice(bytes);
     let value = serde_path_to_error::deserialize(&mut reader).map_err(|error| {
         let path = error.path().to_string();
@@ -151,6 +151,22 @@ fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, JsonFault> {
     })?;
     reader.end().map_err(|error| JsonFault::new(None, &error))?;
     Ok(value)
+}
+
+// ---------------------------------------------------------------- query
+
+/// The query of a URL; what is not known is refused by its name.
+pub(crate) struct Params<T>(pub(crate) T);
+
+impl<T: DeserializeOwned + Send> FromRequestParts<State> for Params<T> {
+    type Rejection = RouteError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &State) -> Result<Self, RouteError> {
+        match Query::<T>::from_request_parts(parts, state).await {
+            Ok(Query(params)) => Ok(Self(params)),
+            Err(rejection) => Err(RouteError::Query { what: rejection.body_text() }),
+        }
+    }
 }
 
 // ---------------------------------------------------------------- path

@@ -139,14 +139,21 @@ pub const ENDPOINTS: &[EndpointDoc] = &[
     EndpointDoc::passed_through(Method::GET, "/version"),
     // Registry.
     EndpointDoc::guarded(Method::GET, "/registry/v1/engines", || get(registry::list)),
+    EndpointDoc::guarded(Method::PUT, "/registry/v1/engines/{engine_id}", || put(registry::register)),
+    EndpointDoc::guarded(Method::GET, "/registry/v1/engines/{engine_id}", || get(registry::engine)),
     EndpointDoc::guarded(Method::DELETE, "/registry/v1/engines/{engine_id}", || delete(registry::remove)),
-    EndpointDoc::guarded(Method::PUT, registry::RANK_PATH, || put(registry::register)),
+    EndpointDoc::guarded(Method::POST, "/registry/v1/engines/{engine_id}/heartbeat", || {
+        post(registry::heartbeat)
+    }),
+    EndpointDoc::guarded(Method::PUT, registry::RANK_PATH, || put(registry::register_rank)),
     EndpointDoc::guarded(Method::GET, registry::RANK_PATH, || get(registry::look_up)),
+    EndpointDoc::guarded(Method::GET, "/registry/v1/watch", || get(registry::watch)),
     // Admin.
     EndpointDoc::guarded(Method::GET, "/admin/peers", || get(admin::peers)),
     EndpointDoc::guarded(Method::POST, "/admin/peers", || post(admin::add_peer)),
     EndpointDoc::guarded(Method::GET, "/admin/peers/{id}", || get(admin::peer)),
     EndpointDoc::guarded(Method::DELETE, "/admin/peers/{id}", || delete(admin::remove_peer)),
+    EndpointDoc::guarded(Method::GET, "/admin/compatibility", || get(admin::compatibility)),
     EndpointDoc::guarded(Method::GET, "/admin/handoffs", || get(admin::hand_offs)),
     // Health.
     EndpointDoc::open(Method::GET, "/livez", || get(health::live)),

@@ -1,59 +1,116 @@
-//! The registry of engines' handshake payloads over HTTP: the bytes that an engine put are the
-//! bytes that every engine gets; people may ask for JSON instead.
-//! Must never wait for an engine to appear: an unknown one is a 404 at once.
+//! The registry of engines over HTTP: engines register, give signs of life and leave; everybody
+//! reads. One rank's payload is in `registry/rank.rs`, following the changes in `registry/watch.rs`.
+//! Must never wait longer for an engine to appear than the asker does.
+
+mod accept;
+mod headers;
+mod rank;
+mod watch;
+mod wire;
 
 use axum::Json;
 use axum::extract::{Request, State as Shared};
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
-use http::header::{ACCEPT, CONTENT_TYPE, HeaderMap, HeaderValue, VARY};
-use kvbaton_proxy::{EngineView, Proxy, Registered};
-use serde::Serialize;
+use http::header::{CONTENT_TYPE, HeaderMap, HeaderValue, VARY};
+use kvbaton_proxy::{EngineRole, EngineState, EngineView, Missing, Proxy, Registry};
+use serde::{Deserialize, Serialize};
+
+pub(crate) use rank::{RANK_PATH, look_up, register_rank};
+pub(crate) use watch::watch;
 
 use crate::State;
 use crate::error::RouteError;
-use crate::extract::{Segments, check_media_type, check_not_encoded, parse_rank, read_body};
+use crate::extract::{Params, Segments};
+use accept::{MSGPACK, prefers_json};
+use wire::{EnginePayloads, HeartbeatBody, RegisterBody, read_structured};
 
-/// The path of one rank's payload.
-pub(crate) const RANK_PATH: &str = "/registry/v1/engines/{engine_id}/ranks/{pp_rank}/{tp_rank}";
+/// Largest heartbeat; a sign of life is a few numbers.
+const HEARTBEAT_BYTES: usize = 16 * 1024;
 
-const MSGPACK: &str = "application/msgpack";
-const JSON: &str = "application/json";
+/// Which engines are listed; all of them when nothing is said.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Filter {
+    role: Option<EngineRole>,
+    model: Option<String>,
+    state: Option<EngineState>,
+}
 
-/// All engines.
+impl Filter {
+    fn matches(&self, engine: &EngineView) -> bool {
+        let about = &engine.about;
+        self.role.is_none_or(|role| about.role == Some(role))
+            && self.model.as_ref().is_none_or(|model| about.model.as_ref() == Some(model))
+            && self.state.is_none_or(|state| about.state == state)
+    }
+}
+
+/// The engines that were asked for.
 #[derive(Serialize)]
 pub(crate) struct Engines {
     engines: Vec<EngineView>,
 }
 
-/// What became of a payload that was put.
+/// What an engine that registered is told.
 #[derive(Serialize)]
-pub(crate) struct Receipt {
+pub(crate) struct EngineReceipt {
     engine_id: String,
-    pp_rank: u32,
-    tp_rank: u32,
-    result: &'static str,
+    revision: u64,
+    generation: u64,
+    ttl_seconds: Option<f64>,
+    router_clock: f64,
 }
 
-/// One rank of one engine, as a path names it.
-struct Rank {
-    engine_id: String,
-    pp_rank: u32,
-    tp_rank: u32,
+/// What an engine that gave a sign of life is told.
+#[derive(Serialize)]
+pub(crate) struct HeartbeatReceipt {
+    revision: u64,
+    ttl_seconds: Option<f64>,
+    router_clock: f64,
 }
 
-impl Rank {
-    fn parse((engine_id, pp_rank, tp_rank): (String, String, String)) -> Result<Self, RouteError> {
-        Ok(Self {
-            engine_id,
-            pp_rank: parse_rank("pp_rank", &pp_rank)?,
-            tp_rank: parse_rank("tp_rank", &tp_rank)?,
-        })
-    }
+pub(crate) async fn list(
+    Shared(proxy): Shared<Proxy>,
+    Params(filter): Params<Filter>,
+) -> Result<Json<Engines>, RouteError> {
+    let mut engines = proxy.registry().list();
+    engines.retain(|engine| filter.matches(engine));
+    Ok(Json(Engines { engines }))
 }
 
-pub(crate) async fn list(Shared(proxy): Shared<Proxy>) -> Json<Engines> {
-    Json(Engines { engines: proxy.registry().list() })
+pub(crate) async fn register(
+    Shared(state): Shared<State>,
+    Segments(engine_id): Segments<String>,
+    request: Request,
+) -> Result<(StatusCode, Json<EngineReceipt>), RouteError> {
+    let body: RegisterBody = read_structured(request, state.limits.body_bound()).await?;
+    let receipt = state.proxy.registry().register(body.into_registration(engine_id.clone()))?;
+    let status = if receipt.created { StatusCode::CREATED } else { StatusCode::OK };
+    let receipt = EngineReceipt {
+        engine_id,
+        revision: receipt.revision,
+        generation: receipt.generation,
+        ttl_seconds: receipt.ttl.map(|ttl| ttl.as_secs_f64()),
+        router_clock: receipt.router_clock,
+    };
+    Ok((status, Json(receipt)))
+}
+
+pub(crate) async fn heartbeat(
+    Shared(state): Shared<State>,
+    Segments(engine_id): Segments<String>,
+    request: Request,
+) -> Result<Json<HeartbeatReceipt>, RouteError> {
+    let mut bound = state.limits.body_bound();
+    bound.bytes = bound.bytes.min(HEARTBEAT_BYTES);
+    let body: HeartbeatBody = read_structured(request, bound).await?;
+    let receipt = state.proxy.registry().heartbeat(&engine_id, &body.into())?;
+    Ok(Json(HeartbeatReceipt {
+        revision: receipt.revision,
+        ttl_seconds: receipt.ttl.map(|ttl| ttl.as_secs_f64()),
+        router_clock: receipt.router_clock,
+    }))
 }
 
 pub(crate) async fn remove(
@@ -67,96 +124,34 @@ pub(crate) async fn remove(
     }
 }
 
-pub(crate) async fn register(
-    Shared(state): Shared<State>,
-    Segments(segments): Segments<(String, String, String)>,
-    request: Request,
-) -> Result<(StatusCode, Json<Receipt>), RouteError> {
-    let Rank { engine_id, pp_rank, tp_rank } = Rank::parse(segments)?;
-    let (parts, body) = request.into_parts();
-    check_media_type(&parts.headers, MSGPACK)?;
-    check_not_encoded(&parts.headers)?;
-    let payload = read_body(&parts.headers, body, state.limits.payload_bound()).await?;
-    let registered = state.proxy.registry().put(&engine_id, pp_rank, tp_rank, payload)?;
-    let (status, result) = match registered {
-        Registered::Created => (StatusCode::CREATED, "created"),
-        Registered::Replaced => (StatusCode::OK, "replaced"),
-        Registered::Unchanged => (StatusCode::OK, "unchanged"),
-    };
-    Ok((status, Json(Receipt { engine_id, pp_rank, tp_rank, result })))
-}
-
-pub(crate) async fn look_up(
+/// One engine: for people whatever state it is in, for peers with the payloads once it serves.
+pub(crate) async fn engine(
     Shared(proxy): Shared<Proxy>,
-    Segments(segments): Segments<(String, String, String)>,
-    headers: HeaderMap,
+    Segments(engine_id): Segments<String>,
+    Params(patience): Params<headers::Patience>,
+    request_headers: HeaderMap,
 ) -> Result<Response, RouteError> {
-    let Rank { engine_id, pp_rank, tp_rank } = Rank::parse(segments)?;
-    let Some(view) = proxy.registry().get(&engine_id, pp_rank, tp_rank) else {
-        return Err(RouteError::UnknownRank { engine_id, pp_rank, tp_rank });
-    };
-    let mut response = if prefers_json(&headers) {
-        Json(&*view).into_response()
+    let registry = proxy.registry();
+    // The default is the other way round than for a rank, whose payload is all that it is.
+    let mut response = if accept::asks_for_msgpack(&request_headers) && !prefers_json(&request_headers) {
+        let look = |registry: &Registry| registry.look_up_engine(&engine_id);
+        let found = registry.look_within(patience.wait()?, look).await;
+        let record = found.map_err(|missing| match missing {
+            Missing::Unknown => RouteError::UnknownEngine { engine_id: engine_id.clone() },
+            Missing::NotReady => RouteError::EngineNotReady { engine_id: engine_id.clone() },
+        })?;
+        let clock = registry.clock(&record);
+        let body = EnginePayloads::new(&registry.view(&record)).encode()?;
+        let mut response = ([(CONTENT_TYPE, MSGPACK)], body).into_response();
+        if let Some(first) = record.first_rank() {
+            headers::describe(response.headers_mut(), first, clock);
+        }
+        response
     } else {
-        ([(CONTENT_TYPE, MSGPACK)], view.payload.clone()).into_response()
+        patience.wait()?;
+        let record = registry.engine(&engine_id).ok_or(RouteError::UnknownEngine { engine_id })?;
+        Json(registry.view(&record)).into_response()
     };
     response.headers_mut().insert(VARY, HeaderValue::from_static("accept"));
     Ok(response)
-}
-
-/// Whether JSON is asked for before the payload itself, which is what engines want.
-fn prefers_json(headers: &HeaderMap) -> bool {
-    weight(headers, JSON) > weight(headers, MSGPACK)
-}
-
-/// How much a media type is wanted: quality in thousandths, then how exactly it is named.
-fn weight(headers: &HeaderMap, media_type: &str) -> (u16, u8) {
-    let mut found = (0, 0);
-    let lines = headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
-    for range in lines.flat_map(|line| line.split(',')) {
-        let mut parts = range.split(';').map(str::trim);
-        let exactness = match parts.next().unwrap_or_default() {
-            exact if exact.eq_ignore_ascii_case(media_type) => 3,
-            "application/*" => 2,
-            "*/*" => 1,
-            _ => continue,
-        };
-        let quality = parts
-            .find_map(|parameter| parameter.strip_prefix("q=").or_else(|| parameter.strip_prefix("Q=")))
-            .map_or(Some(1.0_f32), |text| text.parse().ok())
-            .filter(|quality| (0.0..=1.0).contains(quality))
-            .unwrap_or(0.0);
-        if exactness > found.1 {
-            found = ((quality * 1000.0) as u16, exactness);
-        }
-    }
-    if found.0 == 0 { (0, 0) } else { found }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn prefers(accept: &'static str) -> bool {
-        prefers_json(&HeaderMap::from_iter([(ACCEPT, HeaderValue::from_static(accept))]))
-    }
-
-    #[test]
-    fn json_goes_to_those_who_ask_for_it() {
-        assert!(prefers("application/json"));
-        assert!(prefers("Application/JSON; charset=utf-8"));
-        assert!(prefers("application/json, text/plain, */*"));
-        assert!(prefers("application/msgpack;q=0.5, application/json"));
-    }
-
-    #[test]
-    fn engines_and_the_indifferent_get_the_payload() {
-        assert!(!prefers_json(&HeaderMap::new()));
-        assert!(!prefers("*/*"));
-        assert!(!prefers("text/html"));
-        assert!(!prefers("application/msgpack"));
-        assert!(!prefers("application/json;q=0"));
-        assert!(!prefers("application/json, application/msgpack"));
-        assert!(!prefers("application/json;q=0.3, application/*"));
-    }
 }

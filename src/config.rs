@@ -7,11 +7,16 @@ mod layers;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
-use kvbaton_proxy::{HandOffPolicy, Limits, PeerSpec, Probe, Retry, Role, Settings, Timeouts};
+use kvbaton_proxy::{
+    HandOffPolicy, Limits, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, Settings, Timeouts,
+};
 use serde::{Deserialize, Serialize};
 
 pub use faults::{ConfigFault, ConfigFaults, Source};
 pub use layers::{Flags, load};
+
+/// Longest duration of any setting; also keeps deadlines within what clocks can hold.
+const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// Everything that can be set.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -37,6 +42,8 @@ pub struct Config {
     pub probe: Probe,
     /// What happens around the hand-off.
     pub hand_off: HandOffPolicy,
+    /// Which engines are paired.
+    pub pairing: Pairing,
     /// Trying again on another engine.
     pub retry: Retry,
     /// Bounds on memory.
@@ -56,6 +63,7 @@ impl Default for Config {
             timeouts: Timeouts::default(),
             probe: Probe::default(),
             hand_off: HandOffPolicy::default(),
+            pairing: Pairing::default(),
             retry: Retry::default(),
             limits: Limits::default(),
         }
@@ -155,6 +163,7 @@ impl Config {
             timeouts: self.timeouts.clone(),
             probe: self.probe.clone(),
             hand_off: self.hand_off.clone(),
+            pairing: self.pairing.clone(),
             retry: self.retry.clone(),
             limits: self.limits.clone(),
         }
@@ -203,6 +212,14 @@ impl Config {
                 wrong(key, "must be a number from 0 to 1000000".into(), "the default is 0.2 and 1.0");
             }
         }
+        for (key, value) in positive {
+            if value > LONGEST {
+                wrong(key, "is longer than a week".into(), "give a duration such as \"30s\"");
+            }
+        }
+        if let Err(error) = crate::telemetry::filter(&self.log.level) {
+            wrong("log.level", error.to_string(), "error, warn, info, debug or trace");
+        }
         if self.probe.patience == 0 {
             wrong("probe.patience", "must not be zero".into(), "the default is 3");
         }
@@ -232,7 +249,16 @@ impl Config {
                     wrong(&key, "has another role than its list".into(), "move it to the other list");
                 }
                 if let Err(error) = peer.check() {
-                    wrong(&key, error.to_string(), "an engine's URL looks like http://10.0.0.5:8100");
+                    let hint = match error {
+                        PeerSpecError::Url { .. } | PeerSpecError::Scheme { .. } => {
+                            "an engine's URL looks like http://10.0.0.5:8100"
+                        }
+                        PeerSpecError::Token => "set token, or authorization = \"forward\"",
+                        PeerSpecError::SideChannel => "the port is 5600 unless the engine says otherwise",
+                        PeerSpecError::Lease => "the engine's own setting, 30s unless it was changed",
+                        PeerSpecError::Name { .. } | PeerSpecError::Exists { .. } => "such as \"p1\"",
+                    };
+                    wrong(&key, error.to_string(), hint);
                 }
                 if !seen.insert(peer.url.trim_end_matches('/')) {
                     wrong(&key, format!("{} stands twice in the list", peer.url), "remove one of them");

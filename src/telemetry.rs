@@ -3,6 +3,7 @@
 use std::io::IsTerminal as _;
 
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
 use crate::config::{Log, LogFormat};
@@ -11,11 +12,23 @@ use crate::config::{Log, LogFormat};
 #[derive(Debug, thiserror::Error)]
 pub enum TelemetryError {
     /// `log.level` is not a list of directives.
-    #[error("log.level is not a level or a list of target=level directives")]
-    Level(#[from] tracing_subscriber::filter::ParseError),
+    #[error("is neither a level nor a list of target=level directives")]
+    Level,
     /// Something else has taken the process's log output.
     #[error("the process already has a log output")]
     Taken(#[from] tracing_subscriber::util::TryInitError),
+}
+
+/// Reads a list of directives. A word that is no level is refused: the library takes it for the name
+/// of a target, and nothing would be logged.
+pub(crate) fn filter(level: &str) -> Result<EnvFilter, TelemetryError> {
+    let is_level = |word: &str| !word.is_empty() && word.parse::<LevelFilter>().is_ok();
+    let sound = level.split(',').all(|directive| {
+        let directive = directive.trim();
+        directive.rsplit_once('=').map_or_else(|| is_level(directive), |(_, level)| is_level(level))
+    });
+    let filter = EnvFilter::builder().parse(level).map_err(|_| TelemetryError::Level)?;
+    if sound { Ok(filter) } else { Err(TelemetryError::Level) }
 }
 
 /// Starts logging to standard error.
@@ -23,7 +36,7 @@ pub enum TelemetryError {
 /// # Errors
 /// The level cannot be read, or logging was started before.
 pub fn start(log: &Log) -> Result<(), TelemetryError> {
-    let filter = EnvFilter::try_new(&log.level)?;
+    let filter = filter(&log.level)?;
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(std::io::stderr().is_terminal())
@@ -33,4 +46,19 @@ pub fn start(log: &Log) -> Result<(), TelemetryError> {
         LogFormat::Json => lines.json().flatten_event(true).finish().try_init()?,
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_word_that_is_no_level_is_refused() {
+        for good in ["info", "WARN", "off", "kvbaton=debug,warn", "info,hyper=off"] {
+            assert!(filter(good).is_ok(), "{good}");
+        }
+        for bad in ["warning", "verbose", "loud", "", "info,", "kvbaton=loud"] {
+            assert!(filter(bad).is_err(), "{bad}");
+        }
+    }
 }

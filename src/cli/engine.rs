@@ -27,7 +27,7 @@ pub(super) struct EngineArgs {
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
     registry: Url,
     /// The router's operator token, if it has one.
-    #[arg(long, value_name = "TOKEN", env = "KVBATON_ENGINE_REGISTRY_TOKEN", hide_env_values = true)]
+    #[arg(long, value_name = "TOKEN", env = "ENGINE_REGISTRY_TOKEN", hide_env_values = true)]
     registry_token: Option<String>,
     /// Name of the model that it serves.
     #[arg(long, default_value = "sim")]

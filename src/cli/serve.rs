@@ -14,6 +14,9 @@ use crate::{Running, telemetry};
 /// How long the announcement waits for a pair, so that its line names a model and works at once.
 const FIRST_PROBES: Duration = Duration::from_secs(2);
 
+/// How long after a signal another one counts as its echo.
+const ECHO: Duration = Duration::from_millis(300);
+
 pub(super) fn run(flags: Flags) -> anyhow::Result<ExitCode> {
     let config = load(&flags, std::env::vars())?;
     telemetry::start(&config.log)?;
@@ -36,9 +39,21 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
             }
             Ok(if in_time { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }
-        signal = signals.next() => {
+        signal = second(&mut signals) => {
             tracing::warn!(signal, "leaving at once");
             Ok(ExitCode::FAILURE)
+        }
+    }
+}
+
+/// The next signal that is meant as a second one: process managers send the first to the process and
+/// to its group, so that it arrives twice.
+async fn second(signals: &mut Signals) -> &'static str {
+    let first = tokio::time::Instant::now();
+    loop {
+        let signal = signals.next().await;
+        if first.elapsed() > ECHO {
+            return signal;
         }
     }
 }

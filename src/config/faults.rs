@@ -48,7 +48,8 @@ impl ConfigFault {
 
 impl fmt::Display for ConfigFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {} {}", self.source, self.key, self.what)?;
+        let gap = if self.key.is_empty() { "" } else { " " };
+        write!(f, "{}: {}{gap}{}", self.source, self.key, self.what)?;
         match &self.hint {
             Some(hint) => write!(f, " ({hint})"),
             None => Ok(()),

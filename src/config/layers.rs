@@ -61,14 +61,20 @@ pub fn load(flags: &Flags, env: impl IntoIterator<Item = (String, String)>) -> R
             Err(found) => faults.extend(found),
         }
     }
-    if !faults.is_empty() {
-        return Err(ConfigFaults(faults));
-    }
-    let config = Config::deserialize(Value::Table(merged)).map_err(|error| {
-        ConfigFaults(vec![ConfigFault::new(Source::Settings, "", error.message().to_owned(), None)])
-    })?;
-    config.validate()?;
-    Ok(config)
+    // What is sound by itself is still checked as a whole, so that nothing is found only next time.
+    let config = match Config::deserialize(Value::Table(merged)) {
+        Ok(config) => {
+            if let Err(more) = config.validate() {
+                faults.extend(more.0);
+            }
+            config
+        }
+        Err(error) => {
+            faults.push(ConfigFault::new(Source::Settings, "", error.message().to_owned(), None));
+            Config::default()
+        }
+    };
+    if faults.is_empty() { Ok(config) } else { Err(ConfigFaults(faults)) }
 }
 
 /// Every key that exists, with a value of its type.
@@ -271,7 +277,13 @@ fn check_peers(entry: &Entry, key: &str, sample: &[Value], faults: &mut Vec<Conf
 }
 
 fn said(error: &toml::de::Error) -> String {
-    format!("is wrong: {}", error.message())
+    let message = error.message();
+    let message = message
+        .replace("expected a duration", "expected a duration such as \"30s\" or \"5m\"")
+        .replace("expected usize", "expected a whole number")
+        .replace("expected u32", "expected a whole number")
+        .replace("invalid socket address syntax", "expected an address such as 127.0.0.1:8000");
+    format!("is wrong: {message}")
 }
 
 fn unknown(entry: &Entry, key: &str, schema: &Table) -> ConfigFault {

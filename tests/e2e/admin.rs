@@ -148,7 +148,7 @@ async fn a_peer_is_shown_with_what_it_is() {
 
 #[tokio::test]
 async fn an_engine_that_goes_is_noticed_and_one_that_comes_back_too() {
-    let mut cluster = Cluster::builder().warns(&["no_decode", "probes"]).start().await;
+    let mut cluster = Cluster::builder().warns(&["no_decode", "by its probes"]).start().await;
     let decode = cluster.decode.remove(0);
     let addr = decode.addr();
     let peers = cluster.get("/admin/peers").await.json();
@@ -179,7 +179,7 @@ async fn part_of_the_fleet_may_be_down_at_the_start() {
     let mut cluster = Cluster::builder()
         .decode(0)
         .peer(Role::Decode, &format!("http://{addr}"))
-        .warns(&["probes"])
+        .warns(&["by its probes"])
         .unready()
         .start()
         .await;
@@ -205,7 +205,7 @@ async fn an_engine_that_is_down_does_not_stop_the_others() {
     let cluster = Cluster::builder()
         .peer(Role::Prefill, &down)
         .peer(Role::Decode, &down)
-        .warns(&["probes"])
+        .warns(&["by its probes"])
         .start()
         .await;
     for _ in 0..6 {

@@ -17,6 +17,8 @@ mod legs;
 mod malformed_handoff;
 mod program;
 mod registry;
+mod registry_v1;
+mod retry;
 mod stream;
 mod stream_faults;
 mod support;

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use engine_sim::EngineConfig;
+use engine_sim::{EngineConfig, Generation};
 use serde_json::{Value, json};
 
-use crate::support::{Answer, COMPLETIONS, Cluster, PROMPT, completion, parse, single_text};
+use crate::support::{Answer, COMPLETIONS, Cluster, PROMPT, completion, generations, parse, single_text};
 
 const VECTORS: &str = include_str!("../fixtures/vectors/handshake.json");
 const MSGPACK: (&str, &str) = ("content-type", "application/msgpack");
@@ -204,9 +204,23 @@ async fn without_a_registry_entry_the_pull_fails_and_with_it_works() {
     cluster.finish().await;
 }
 
+/// The pair is known not to fit: nobody is asked to prefill, and decode never sees a hand-off.
+async fn assert_no_pair(cluster: &Cluster) {
+    let answer = cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await;
+    cluster.assert_error(&answer, 503, "no_compatible_pair");
+    assert_eq!(cluster.p().stats().prefill_requests, 0);
+    assert_eq!(generations(cluster.d()).len(), 0);
+    assert_eq!(cluster.get("/readyz").await.status, 503);
+}
+
+async fn verdict(cluster: &Cluster) -> String {
+    let pairs = cluster.get("/admin/compatibility").await.json();
+    pairs["pairs"][0]["verdict"].as_str().unwrap().to_owned()
+}
+
 #[tokio::test]
-async fn an_altered_compatibility_hash_refuses_the_handshake() {
-    let cluster = Cluster::builder().engine(once).warns(&["could release"]).start().await;
+async fn item_43_engines_whose_hashes_differ_are_no_pair() {
+    let cluster = Cluster::builder().engine(once).warns(&["no_compatible_pair"]).start().await;
     let id = cluster.p().engine_id();
     let payload = cluster.get(&rank(id)).await.body.to_vec();
     let view = cluster.send("GET", &rank(id), &[("accept", "application/json")], "").await.json();
@@ -214,29 +228,52 @@ async fn an_altered_compatibility_hash_refuses_the_handshake() {
     let at = payload.windows(64).position(|window| window == hash).unwrap();
     let mut altered = payload.clone();
     altered[at] = if altered[at] == b'0' { b'1' } else { b'0' };
+    assert_eq!(verdict(&cluster).await, "compatible");
     assert_eq!(put(&cluster, id, altered).await.json()["result"], "replaced");
-    assert_pull_fails(&cluster).await;
+    assert_eq!(verdict(&cluster).await, "hashes_differ");
+    assert_no_pair(&cluster).await;
     assert_eq!(put(&cluster, id, payload).await.json()["result"], "replaced");
     assert_pull_works(&cluster).await;
     cluster.finish().await;
 }
 
 #[tokio::test]
-async fn engines_of_different_versions_refuse_each_other() {
+async fn item_44_only_engines_of_one_version_are_paired() {
     let older = |config: &mut EngineConfig| {
         if config.role == engine_sim::Role::Decode {
-            config.vllm_version = Some("0.31.0".to_owned());
+            config.vllm_version = Some("0.32.1".to_owned());
         }
     };
-    let cluster = Cluster::builder().engine(older).warns(&["could release"]).start().await;
-    let mut hashes = Vec::new();
-    for engine in [cluster.p(), cluster.d()] {
-        let view =
-            cluster.send("GET", &rank(engine.engine_id()), &[("accept", "application/json")], "").await;
-        hashes.push(view.json()["compatibility_hash"].clone());
+    let cluster = Cluster::builder().engine(older).unready().warns(&["no_compatible_pair"]).start().await;
+    cluster.wait_registered().await;
+    cluster
+        .wait_for("both engines are ready", async || {
+            let ready = cluster.get("/readyz").await.json();
+            ready["prefill_ready"] == 1 && ready["decode_ready"] == 1
+        })
+        .await;
+    assert_eq!(verdict(&cluster).await, "hashes_differ");
+    assert_no_pair(&cluster).await;
+    cluster.finish().await;
+}
+
+#[tokio::test]
+async fn item_44_generations_never_meet_in_a_rolling_upgrade() {
+    let count = std::cell::Cell::new(0);
+    let upgrade = move |config: &mut EngineConfig| {
+        count.set(count.get() + 1);
+        if count.get() % 2 == 0 {
+            let (role, registry) = (config.role, config.registry.clone());
+            *config = EngineConfig { role, registry, ..EngineConfig::for_generation(Generation::V2) };
+        }
+    };
+    let cluster = Cluster::builder().prefill(2).decode(2).engine(upgrade).start().await;
+    let body = completion(PROMPT, 6);
+    for _ in 0..12 {
+        assert_eq!(cluster.post(COMPLETIONS, &body).await.status, 200);
     }
-    assert_ne!(hashes[0], hashes[1]);
-    assert_pull_fails(&cluster).await;
+    assert_eq!(cluster.relayed().await, 12.0);
+    assert!(cluster.decode.iter().all(|engine| engine.stats().kv_pulls > 0 && !engine.stats().dead));
     cluster.finish().await;
 }
 

@@ -1,13 +1,19 @@
-//! Handshakes over HTTP: publishing and fetching payloads at kvbaton's registry.
+//! Handshakes over HTTP: engines register at kvbaton's registry and fetch each other's payloads.
 //!
 //! Bytes go through untouched; what they mean is for [`crate::worker`] to decide.
+
+mod message;
 
 use std::time::Duration;
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
-use reqwest::header::{ACCEPT, CONTENT_TYPE, HeaderValue};
+use reqwest::header::{ACCEPT, CONTENT_TYPE, HeaderMap, HeaderValue};
 use reqwest::{Client, Method, RequestBuilder, Response, StatusCode};
 use thiserror::Error;
+
+pub use message::{
+    ClockEstimate, Echo, EngineRole, EngineState, Fetched, Heartbeat, RankPayload, Receipt, Registration,
+};
 
 use crate::worker::HandshakeFailure;
 
@@ -19,6 +25,9 @@ const TOTAL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Longest payload that is read.
 const MAX_PAYLOAD: usize = 16 << 20;
+
+/// Longest receipt that is read.
+const MAX_RECEIPT: usize = 64 << 10;
 
 /// Everything but RFC 3986's unreserved characters.
 const SEGMENT: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
@@ -32,6 +41,9 @@ pub enum RegistryError {
     /// The engine or rank is not registered.
     #[error("the registry does not know the engine")]
     Unknown,
+    /// The engine has not finished registering.
+    #[error("the engine is still registering")]
+    NotReady,
     /// The registry answered with an error.
     #[error("the registry refused with status {status}")]
     Refused {
@@ -47,17 +59,21 @@ pub enum RegistryError {
     /// An answer longer than any payload.
     #[error("the registry's answer is too long")]
     TooLong,
+    /// An answer that is no receipt.
+    #[error("the registry's answer cannot be read")]
+    Garbled,
 }
 
 impl From<RegistryError> for HandshakeFailure {
     fn from(error: RegistryError) -> Self {
         match error {
-            RegistryError::Unknown => Self::UnknownEngine,
+            RegistryError::Unknown | RegistryError::NotReady => Self::UnknownEngine,
             RegistryError::Timeout => Self::Timeout,
             RegistryError::Unreachable => Self::Unreachable,
-            RegistryError::BadRequest | RegistryError::Refused { .. } | RegistryError::TooLong => {
-                Self::BadReply
-            }
+            RegistryError::BadRequest
+            | RegistryError::Refused { .. }
+            | RegistryError::TooLong
+            | RegistryError::Garbled => Self::BadReply,
         }
     }
 }
@@ -94,6 +110,42 @@ impl RegistryClient {
         Ok(Self { http, base_url, authorization })
     }
 
+    /// Registers an engine with all its ranks, in place of what the registry knew of it.
+    ///
+    /// Dropping the future leaves it open whether the registry took the registration.
+    ///
+    /// # Errors
+    /// Whatever kept the registry from confirming it within 5 seconds.
+    pub async fn register(&self, registration: &Registration) -> Result<Receipt, RegistryError> {
+        let request = self
+            .request(Method::PUT, &registration.engine_id, "")
+            .header(CONTENT_TYPE, PAYLOAD_MEDIA_TYPE)
+            .body(registration.encode());
+        read_receipt(send(request).await?).await
+    }
+
+    /// Gives a sign of life, which renews the lease.
+    ///
+    /// # Errors
+    /// [`RegistryError::Unknown`] when the engine has to register again, else whatever kept the
+    /// registry from confirming it within 5 seconds.
+    pub async fn heartbeat(&self, engine_id: &str, heartbeat: &Heartbeat) -> Result<Receipt, RegistryError> {
+        let request = self
+            .request(Method::POST, engine_id, "/heartbeat")
+            .header(CONTENT_TYPE, PAYLOAD_MEDIA_TYPE)
+            .body(heartbeat.encode());
+        read_receipt(send(request).await?).await
+    }
+
+    /// Leaves the registry. Dropping the future leaves it open whether the engine is still there.
+    ///
+    /// # Errors
+    /// [`RegistryError::Unknown`] when the engine was not there, else whatever kept the registry
+    /// from confirming it within 5 seconds.
+    pub async fn deregister(&self, engine_id: &str) -> Result<(), RegistryError> {
+        send(self.request(Method::DELETE, engine_id, "")).await.map(|_| ())
+    }
+
     /// Publishes the payload of one rank, replacing an earlier one.
     ///
     /// Dropping the future leaves it open whether the registry took the payload.
@@ -108,7 +160,7 @@ impl RegistryClient {
         payload: Vec<u8>,
     ) -> Result<(), RegistryError> {
         let request = self
-            .request(Method::PUT, engine_id, pp_rank, tp_rank)
+            .request(Method::PUT, engine_id, &rank(pp_rank, tp_rank))
             .header(CONTENT_TYPE, PAYLOAD_MEDIA_TYPE)
             .body(payload);
         send(request).await.map(|_| ())
@@ -119,23 +171,17 @@ impl RegistryClient {
     /// # Errors
     /// [`RegistryError::Unknown`] at once when nothing was published, else what went wrong within
     /// 5 seconds.
-    pub async fn fetch(&self, engine_id: &str, pp_rank: u32, tp_rank: u32) -> Result<Vec<u8>, RegistryError> {
+    pub async fn fetch(&self, engine_id: &str, pp_rank: u32, tp_rank: u32) -> Result<Fetched, RegistryError> {
         let request =
-            self.request(Method::GET, engine_id, pp_rank, tp_rank).header(ACCEPT, PAYLOAD_MEDIA_TYPE);
-        let mut response = send(request).await?;
-        let mut payload = Vec::new();
-        while let Some(chunk) = response.chunk().await.map_err(transport_error)? {
-            if payload.len() + chunk.len() > MAX_PAYLOAD {
-                return Err(RegistryError::TooLong);
-            }
-            payload.extend_from_slice(&chunk);
-        }
-        Ok(payload)
+            self.request(Method::GET, engine_id, &rank(pp_rank, tp_rank)).header(ACCEPT, PAYLOAD_MEDIA_TYPE);
+        let response = send(request).await?;
+        let clock = clock_estimate(response.headers());
+        Ok(Fetched { payload: read(response, MAX_PAYLOAD).await?, clock })
     }
 
-    fn request(&self, method: Method, engine_id: &str, pp_rank: u32, tp_rank: u32) -> RequestBuilder {
+    fn request(&self, method: Method, engine_id: &str, rest: &str) -> RequestBuilder {
         let engine_id = utf8_percent_encode(engine_id, SEGMENT);
-        let url = format!("{}/registry/v1/engines/{engine_id}/ranks/{pp_rank}/{tp_rank}", self.base_url);
+        let url = format!("{}/registry/v1/engines/{engine_id}{rest}", self.base_url);
         let request = self.http.request(method, url);
         match &self.authorization {
             Some(value) => request.header(reqwest::header::AUTHORIZATION, value.clone()),
@@ -144,11 +190,45 @@ impl RegistryClient {
     }
 }
 
+fn rank(pp_rank: u32, tp_rank: u32) -> String {
+    format!("/ranks/{pp_rank}/{tp_rank}")
+}
+
+fn clock_estimate(headers: &HeaderMap) -> Option<ClockEstimate> {
+    let number = |name: &str| {
+        let value: f64 = headers.get(name)?.to_str().ok()?.parse().ok()?;
+        value.is_finite().then_some(value)
+    };
+    let error = number("kv-clock-error").filter(|error| *error >= 0.0);
+    Some(ClockEstimate { seconds: number("kv-clock")?, error })
+}
+
+async fn read(mut response: Response, limit: usize) -> Result<Vec<u8>, RegistryError> {
+    let mut body = Vec::new();
+    while let Some(chunk) = response.chunk().await.map_err(transport_error)? {
+        if body.len() + chunk.len() > limit {
+            return Err(RegistryError::TooLong);
+        }
+        body.extend_from_slice(&chunk);
+    }
+    Ok(body)
+}
+
+async fn read_receipt(response: Response) -> Result<Receipt, RegistryError> {
+    let body = read(response, MAX_RECEIPT).await?;
+    serde_json::from_slice(&body).map_err(|_| RegistryError::Garbled)
+}
+
 async fn send(request: RequestBuilder) -> Result<Response, RegistryError> {
-    let response = request.send().await.map_err(transport_error)?;
+    let (client, request) = request.build_split();
+    let request = request.map_err(|_| RegistryError::BadRequest)?;
+    // Of a registration a conflict says something else.
+    let is_look_up = request.method() == Method::GET;
+    let response = client.execute(request).await.map_err(transport_error)?;
     match response.status() {
         status if status.is_success() => Ok(response),
         StatusCode::NOT_FOUND => Err(RegistryError::Unknown),
+        StatusCode::CONFLICT if is_look_up => Err(RegistryError::NotReady),
         status => Err(RegistryError::Refused { status: status.as_u16() }),
     }
 }

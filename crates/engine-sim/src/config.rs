@@ -72,8 +72,11 @@ pub struct EngineConfig {
     pub registry: Option<Url>,
     /// Bearer token for the registry.
     pub registry_token: Option<String>,
-    /// How often the handshake payload is published again.
+    /// How often the engine gives the registry a sign of life.
     pub registry_refresh: Duration,
+    /// After how long a silence the registry lets the engine go; `None` is three refreshes, and at
+    /// least 5 s.
+    pub registry_ttl: Option<Duration>,
     /// Host reported in hand-offs; `None` is the listener's address.
     pub advertise_host: Option<String>,
     /// Port reported in hand-offs; `None` is the listener's port.
@@ -116,6 +119,7 @@ impl Default for EngineConfig {
             registry: None,
             registry_token: None,
             registry_refresh: Duration::from_secs(2),
+            registry_ttl: None,
             advertise_host: None,
             advertise_port: None,
             load_failure_policy: LoadFailurePolicy::Fail,

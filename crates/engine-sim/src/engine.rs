@@ -13,6 +13,9 @@ use kv_connector::transport::{KvMemory, MemoryType};
 use kv_connector::worker::{Worker, WorkerConfig};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::config::EngineConfig;
@@ -22,7 +25,7 @@ use crate::error::EngineError;
 use crate::faults::Faults;
 use crate::http;
 use crate::kv::{Geometry, KvCache};
-use crate::registration::keep_published;
+use crate::registration::{Endings, Registrar, registration};
 use crate::shared::{EngineStats, SeenRequest, Shared};
 
 /// Commands that may wait for the core.
@@ -35,14 +38,17 @@ pub struct Engine {
     stop: StopTokens,
     /// The listener and its connections.
     connections: TaskTracker,
-    /// The core, its handshakes and the publisher.
+    /// The core, its handshakes and the registrar.
     background: TaskTracker,
+    /// Ends when the engine has left the registry.
+    registrar: Option<JoinHandle<()>>,
+    leave: CancellationToken,
     transport_faults: loopback::Faults,
 }
 
 /// Starts an engine on a listener that is already bound.
 ///
-/// The handshake payload is published in the background, so the registry may come up later.
+/// The engine registers in the background, so the registry may come up later.
 ///
 /// # Errors
 /// An impossible setting, a listener without an address, or no loopback transport.
@@ -68,7 +74,7 @@ pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine
     let worker = Worker::new(worker_config(&config, &engine_id), agent, regions)?;
     let payload = worker.handshake_payload();
 
-    let stop = StopTokens::default();
+    let (stop, leave, started) = (StopTokens::default(), CancellationToken::new(), Instant::now());
     let (connections, background) = (TaskTracker::new(), TaskTracker::new());
     let (command_sender, commands) = mpsc::channel(COMMAND_QUEUE);
     let scheduler = Scheduler::new(scheduler_config(&config, &engine_id, addr));
@@ -82,16 +88,25 @@ pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine
         registry: registry.clone(),
         tracker: background.clone(),
         stop: stop.kill.clone(),
+        started,
     });
     background.spawn(core.run());
-    if let Some(registry) = registry {
-        let refresh = shared.config.registry_refresh;
-        background.spawn(keep_published(registry, engine_id, payload, refresh, stop.kill.clone()));
-    }
+    let registrar = registry.map(|registry| {
+        let registration = registration(&shared.config, &engine_id, addr, payload);
+        let registrar = Registrar::new(
+            registry,
+            registration,
+            shared.config.registry_refresh,
+            started,
+            Arc::clone(&shared.known),
+        );
+        let (drain, kill) = (stop.drain.clone(), stop.kill.clone());
+        background.spawn(registrar.run(Endings { drain, leave: leave.clone(), kill }))
+    });
     let app = http::app(Arc::clone(&shared));
     let keep_alive = shared.config.keep_alive;
     connections.spawn(conn::serve(listener, app, keep_alive, stop.clone(), connections.clone()));
-    Ok(Engine { shared, addr, stop, connections, background, transport_faults })
+    Ok(Engine { shared, addr, stop, connections, background, registrar, leave, transport_faults })
 }
 
 impl Engine {
@@ -135,11 +150,17 @@ impl Engine {
         self.shared.seen()
     }
 
-    /// Finishes what runs, then stops; dropping the future stops at once, as held requests may need.
-    pub async fn shutdown(self) {
+    /// Finishes what runs, leaves the registry, then stops; dropping the future stops at once, as
+    /// held requests may need.
+    pub async fn shutdown(mut self) {
         self.stop.drain.cancel();
         self.connections.close();
         self.connections.wait().await;
+        self.leave.cancel();
+        if let Some(registrar) = self.registrar.take() {
+            // A registrar that broke has nothing left to say.
+            let _ = registrar.await;
+        }
         self.kill().await;
     }
 

@@ -1,39 +1,143 @@
-//! Makes the engine's handshake payload known to the registry, again and again.
+//! Keeps the engine registered: registration, signs of life, registration anew, departure.
 //!
 //! The registry may start later than the engine or forget everything; a failure is only logged.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use kv_connector::handshake::RegistryClient;
+use kv_connector::handshake::{
+    Echo, EngineRole, EngineState, Heartbeat, RankPayload, Receipt, Registration, RegistryClient,
+    RegistryError,
+};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// Publishes until told to stop.
-pub(crate) async fn keep_published(
+use crate::config::{EngineConfig, Role};
+
+/// A registry that does not answer must not keep an engine from leaving.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+/// However often an engine beats, a busy machine may be silent for a while.
+const LEAST_TTL: Duration = Duration::from_secs(5);
+
+/// One engine's side of its registration.
+pub(crate) struct Registrar {
     registry: Arc<RegistryClient>,
-    engine_id: String,
-    payload: Vec<u8>,
+    registration: Registration,
     refresh: Duration,
-    stop: CancellationToken,
-) {
-    let mut healthy = true;
-    loop {
-        let published = tokio::select! {
-            () = stop.cancelled() => return,
-            published = registry.publish(&engine_id, 0, 0, payload.clone()) => published,
-        };
-        match published {
-            Ok(()) => healthy = true,
-            Err(error) if std::mem::replace(&mut healthy, false) => {
-                tracing::info!(engine_id, %error, "handshake payload not published, trying again");
+    /// The origin of the engine's clock.
+    started: Instant,
+    registered: bool,
+    /// Set with the first registration, for good.
+    known: Arc<AtomicBool>,
+    echo: Option<Echo>,
+}
+
+/// The ends of a registration, in the order in which they come.
+#[derive(Clone, Default)]
+pub(crate) struct Endings {
+    /// From now on the engine finishes what it has.
+    pub(crate) drain: CancellationToken,
+    /// The engine leaves.
+    pub(crate) leave: CancellationToken,
+    /// The engine is gone, without a word.
+    pub(crate) kill: CancellationToken,
+}
+
+/// What an engine says of itself.
+pub(crate) fn registration(
+    config: &EngineConfig,
+    engine_id: &str,
+    addr: SocketAddr,
+    payload: Vec<u8>,
+) -> Registration {
+    let ttl = config.registry_ttl.unwrap_or_else(|| (config.registry_refresh * 3).max(LEAST_TTL));
+    Registration {
+        engine_id: engine_id.to_owned(),
+        // A wildcard is no address at which anybody reaches it.
+        base_url: (!addr.ip().is_unspecified()).then(|| format!("http://{addr}")),
+        role: Some(match config.role {
+            Role::Prefill => EngineRole::Prefill,
+            Role::Decode => EngineRole::Decode,
+            Role::Both => EngineRole::Both,
+        }),
+        model: Some(config.model.clone()),
+        dp_rank: 0,
+        vllm_version: Some(config.version().to_owned()),
+        state: EngineState::Ready,
+        ttl: Some(ttl),
+        clock: None,
+        ranks: Some(vec![RankPayload { pp_rank: 0, tp_rank: 0, payload }]),
+    }
+}
+
+impl Registrar {
+    pub(crate) fn new(
+        registry: Arc<RegistryClient>,
+        registration: Registration,
+        refresh: Duration,
+        started: Instant,
+        known: Arc<AtomicBool>,
+    ) -> Self {
+        Self { registry, registration, refresh, started, registered: false, known, echo: None }
+    }
+
+    /// Registers and beats until the engine ends.
+    pub(crate) async fn run(mut self, endings: Endings) {
+        let mut healthy = true;
+        loop {
+            if endings.drain.is_cancelled() {
+                self.registration.state = EngineState::Draining;
             }
-            Err(_) => {}
+            let told = tokio::select! {
+                () = endings.kill.cancelled() => return,
+                () = endings.leave.cancelled() => break,
+                told = self.tell() => told,
+            };
+            match told {
+                Ok(()) => healthy = true,
+                Err(RegistryError::Unknown) if std::mem::take(&mut self.registered) => continue,
+                Err(error) if std::mem::replace(&mut healthy, false) => {
+                    let engine_id = &self.registration.engine_id;
+                    tracing::info!(engine_id, %error, "the registry does not know the engine, trying again");
+                }
+                Err(_) => {}
+            }
+            // Until the registry has it, no pull can succeed, so failures are retried sooner.
+            let pause = if healthy { self.refresh } else { self.refresh.min(Duration::from_millis(100)) };
+            let is_draining = self.registration.state == EngineState::Draining;
+            tokio::select! {
+                () = endings.kill.cancelled() => return,
+                () = endings.leave.cancelled() => break,
+                () = endings.drain.cancelled(), if !is_draining => {}
+                () = tokio::time::sleep(pause) => {}
+            }
         }
-        // Until the registry has it, no pull can succeed, so failures are retried sooner.
-        let pause = if healthy { refresh } else { refresh.min(Duration::from_millis(100)) };
+        let farewell = self.registry.deregister(&self.registration.engine_id);
         tokio::select! {
-            () = stop.cancelled() => return,
-            () = tokio::time::sleep(pause) => {}
+            () = endings.kill.cancelled() => {}
+            // Whether it worked or not: without signs of life the registry lets the engine go.
+            _ = tokio::time::timeout(FAREWELL, farewell) => {}
         }
+    }
+
+    /// One registration or sign of life.
+    async fn tell(&mut self) -> Result<(), RegistryError> {
+        let sent = self.started.elapsed();
+        let receipt = if self.registered {
+            let state = Some(self.registration.state);
+            let heartbeat = Heartbeat { state, clock: Some(sent), echo: self.echo };
+            self.registry.heartbeat(&self.registration.engine_id, &heartbeat).await?
+        } else {
+            self.registration.clock = Some(sent);
+            self.registry.register(&self.registration).await?
+        };
+        let Receipt { router_clock, .. } = receipt;
+        self.echo = Some(Echo { router_clock, received: self.started.elapsed() });
+        self.registered = true;
+        self.known.store(true, Ordering::Relaxed);
+        Ok(())
     }
 }

@@ -77,6 +77,8 @@ pub(crate) struct Shared {
     pub(crate) gauges: Mutex<Gauges>,
     pub(crate) stats: Mutex<EngineStats>,
     pub(crate) dead: AtomicBool,
+    /// Whether the registry, if there is one, has had the handshake payload.
+    pub(crate) known: Arc<AtomicBool>,
     pub(crate) prefill_requests: AtomicU64,
     pub(crate) decode_requests: AtomicU64,
     pub(crate) plain_requests: AtomicU64,
@@ -85,6 +87,7 @@ pub(crate) struct Shared {
 
 impl Shared {
     pub(crate) fn new(config: EngineConfig, engine_id: String, commands: mpsc::Sender<Command>) -> Arc<Self> {
+        let known = Arc::new(AtomicBool::new(config.registry.is_none()));
         let fingerprint = config.is_v14().then(|| fingerprint(&config));
         Arc::new(Self {
             config,
@@ -97,6 +100,7 @@ impl Shared {
             gauges: Mutex::default(),
             stats: Mutex::default(),
             dead: AtomicBool::new(false),
+            known,
             prefill_requests: AtomicU64::new(0),
             decode_requests: AtomicU64::new(0),
             plain_requests: AtomicU64::new(0),

@@ -8,13 +8,16 @@ use http::header::{CONTENT_TYPE, HeaderMap};
 use http::uri::PathAndQuery;
 use http::{Method, Response};
 use hyper::body::Incoming;
+use memchr::memmem;
 use tokio::time::Instant;
 
 use crate::Core;
-use crate::error::{Broken, HandOffRefusal, ProxyError, Stage, UpstreamFailure};
+use crate::error::{Broken, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
 use crate::handoff;
+use crate::json;
 use crate::lease::Lease;
 use crate::metrics::Outcome;
+use crate::pool::pairing;
 use crate::pool::peer::{InFlight, Peer};
 use crate::prefill::PrefillLeg;
 use crate::request::{ClientRequest, Endpoint, pass_through_body};
@@ -23,7 +26,7 @@ use crate::retry::{self, PrefillFault, Verdict};
 use crate::settings::{OnMissing, Retry};
 use crate::splice::{Spliced, answer_without_hand_off};
 use crate::stream::{Guards, RelayBody, Tally};
-use crate::upstream::{Leg, request_headers, response_headers, route};
+use crate::upstream::{Leg, own_headers, request_headers, response_headers, route};
 
 /// What a request brings besides its body.
 #[derive(Clone, Debug)]
@@ -72,14 +75,18 @@ impl Core {
             .map_err(ProxyError::from)?;
         let mut tries = Tries::new(&self.settings.retry);
         // D first: without one, a prefill would only strand blocks.
-        let mut in_flight = self.pool.choose(Stage::Decode, Some(request.model()), &tries.decode)?;
-        let mut lease = self.hand_off(&request, exchange, &mut tries).await?;
+        self.pool.learn(&self.registry);
+        let mut in_flight = self.choose_decode(&request, &tries)?;
+        let mut lease = self.hand_off(&request, exchange, &in_flight.peer, &mut tries).await?;
         loop {
             if lease.as_ref().is_some_and(Lease::is_expiring) {
                 lease = None;
                 self.without_hand_off(HandOffRefusal::Expiring, &exchange.request_id)?;
             }
-            tries.decode.push(Arc::clone(&in_flight.peer));
+            if lease.as_ref().is_some_and(Lease::is_orphaned) {
+                lease = None;
+                self.without_hand_off(HandOffRefusal::EngineGone, &exchange.request_id)?;
+            }
             let peer = Arc::clone(&in_flight.peer);
             let failure = match self.decode(&request, exchange, in_flight, lease).await {
                 Err((failure, unseen)) => {
@@ -88,14 +95,15 @@ impl Core {
                 }
                 Ok((answer, guards)) => {
                     let status = answer.status().as_u16();
-                    if retry::after_decode_status(status) == Verdict::Again
-                        && let Some(next) = self.another_decode(&request, &mut tries)
-                    {
-                        peer.failed(&format!("decode answered {status}"), false);
-                        drop((answer, guards));
-                        in_flight = next;
-                        lease = self.hand_off(&request, exchange, &mut tries).await?;
-                        continue;
+                    if retry::after_decode_status(status) == Verdict::Again {
+                        tries.decode.push(Arc::clone(&peer));
+                        if let Some(next) = self.another_decode(&request, &mut tries) {
+                            engine_answered(&peer, status);
+                            drop((answer, guards));
+                            in_flight = next;
+                            lease = self.hand_off(&request, exchange, &in_flight.peer, &mut tries).await?;
+                            continue;
+                        }
                     }
                     match self.relay(answer, guards, endpoint, tally).await {
                         Ok(response) => return Ok(response),
@@ -106,24 +114,72 @@ impl Core {
                     }
                 }
             };
-            let error = self.engine_failed(&peer, failure);
-            let verdict = retry::after_decode(failure);
-            in_flight = match verdict {
-                Verdict::GiveUp => None,
-                Verdict::Again | Verdict::AgainWithTheSameHandOff => {
-                    self.another_decode(&request, &mut tries)
-                }
-            }
-            .ok_or(error)?;
+            in_flight = self.after_failed_decode(&request, peer, failure, &mut tries).await?;
             if lease.is_none() {
-                lease = self.hand_off(&request, exchange, &mut tries).await?;
+                lease = self.hand_off(&request, exchange, &in_flight.peer, &mut tries).await?;
             }
         }
     }
 
+    /// A decode engine to which some prefill engine can hand off, where that matters.
+    fn choose_decode(&self, request: &ClientRequest, tries: &Tries) -> Result<InFlight, ProxyError> {
+        let unknown = self.settings.pairing.unknown;
+        let model = Some(request.model());
+        let alone = request.bypass().is_some();
+        let chosen = self.pool.choose(Stage::Decode, model, &tries.decode, |decode| {
+            alone || self.pool.has_partner(decode, unknown)
+        });
+        match chosen {
+            Err(ProxyError::NoCompatiblePair) => {
+                let no_prefill = self.pool.ready(Stage::Prefill) == 0;
+                if no_prefill || self.settings.hand_off.on_no_prefill == OnMissing::DecodeOnly {
+                    // The first leg finds nobody, and applies the policy for that.
+                    return self.pool.choose(Stage::Decode, model, &tries.decode, |_| true);
+                }
+                Err(ProxyError::NoCompatiblePair)
+            }
+            chosen => chosen,
+        }
+    }
+
+    /// The decode engine to try after one has failed.
+    async fn after_failed_decode(
+        &self,
+        request: &ClientRequest,
+        peer: Arc<Peer>,
+        failure: UpstreamFailure,
+        tries: &mut Tries,
+    ) -> Result<InFlight, ProxyError> {
+        // A new hand-off for an engine that may be gone would only strand more blocks.
+        if tries.resend(failure) && self.is_alive(&peer).await {
+            return Ok(peer.enter());
+        }
+        let error = self.engine_failed(&peer, failure);
+        tries.decode.push(peer);
+        match retry::after_decode(failure) {
+            Verdict::GiveUp => Err(error),
+            Verdict::Again | Verdict::AgainWithTheSameHandOff => {
+                self.another_decode(request, tries).ok_or(error)
+            }
+        }
+    }
+
+    /// Whether an engine that has just dropped a connection takes a new one.
+    async fn is_alive(&self, peer: &Peer) -> bool {
+        let leg = Leg {
+            stage: peer.spec.role.stage(),
+            peer,
+            method: Method::GET,
+            path: "/health",
+            headers: own_headers(&RequestId::accept(None)),
+            body: Spliced::from(Bytes::new()),
+        };
+        self.upstream.send(leg, self.settings.probe.timeout).await.is_ok()
+    }
+
     /// Another decode engine, if there is one and the budgets allow it.
     fn another_decode(&self, request: &ClientRequest, tries: &mut Tries) -> Option<InFlight> {
-        let next = self.pool.choose(Stage::Decode, Some(request.model()), &tries.decode).ok()?;
+        let next = self.choose_decode(request, tries).ok()?;
         tries.again(self, Stage::Decode).then_some(next)
     }
 
@@ -133,29 +189,42 @@ impl Core {
         self: &Arc<Self>,
         request: &ClientRequest,
         exchange: &Exchange,
+        decode: &Peer,
         tries: &mut Tries,
     ) -> Result<Option<Lease>, Stopped> {
         if let Some(reason) = request.bypass() {
             self.metrics.bypassed(reason.label());
             return Ok(None);
         }
+        let unknown = self.settings.pairing.unknown;
+        let choose = |tries: &Tries| {
+            self.pool.choose(Stage::Prefill, Some(request.model()), &tries.prefill, |prefill| {
+                pairing::judge(prefill, decode).allows(unknown)
+            })
+        };
         let mut failed = None;
         loop {
-            let in_flight = match self.pool.choose(Stage::Prefill, Some(request.model()), &tries.prefill) {
+            let in_flight = match choose(tries) {
                 Ok(in_flight) => in_flight,
                 Err(nobody) => return self.without_prefill(failed.unwrap_or(nobody), exchange),
             };
-            tries.prefill.push(Arc::clone(&in_flight.peer));
+            let peer = Arc::clone(&in_flight.peer);
             let fault = match self.prefill(request, exchange, in_flight).await {
                 Ok(prefilled) => return prefilled,
                 Err(fault) => fault,
             };
+            if let PrefillFault::Broke(failure) = fault {
+                if tries.resend(failure) {
+                    continue;
+                }
+                self.engine_failed(&peer, failure);
+            }
+            tries.prefill.push(peer);
             let error = fault.into();
             if retry::after_prefill(fault) == Verdict::GiveUp {
                 return Err(Stopped::Error(error));
             }
-            let others = self.pool.choose(Stage::Prefill, Some(request.model()), &tries.prefill).is_ok();
-            if others && !tries.again(self, Stage::Prefill) {
+            if choose(tries).is_ok() && !tries.again(self, Stage::Prefill) {
                 return Err(Stopped::Error(error));
             }
             failed = Some(error);
@@ -175,10 +244,7 @@ impl Core {
         let mut leg = PrefillLeg::start(self, in_flight, request, &exchange.request_id, headers);
         let (head, answer) = match leg.answer().await {
             Ok(answered) => answered,
-            Err(failure) => {
-                self.engine_failed(&peer, failure);
-                return Err(PrefillFault::Broke(failure));
-            }
+            Err(failure) => return Err(PrefillFault::Broke(failure)),
         };
         self.metrics.prefill_took(began.elapsed().as_secs_f64());
         if head.status().is_client_error() {
@@ -186,13 +252,14 @@ impl Core {
         }
         if !head.status().is_success() {
             let status = head.status().as_u16();
-            tracing::warn!(peer = %peer.id, url = %peer.spec.url, status, "a prefill engine failed");
-            peer.failed(&format!("prefill answered {status}"), false);
+            engine_answered(&peer, status);
             return Err(PrefillFault::Status(status));
         }
         Ok(match handoff::accept(&answer, &peer, route(&head).same_host, self.tokens_per_block()) {
             Ok(hand_off) => {
-                peer.saw_engine(&hand_off.engine_id);
+                if peer.saw_engine(&hand_off.engine_id) {
+                    self.pool.relearn();
+                }
                 Ok(Some(Lease::open(self, hand_off, &peer, request, &exchange.request_id)))
             }
             Err(refused) => {
@@ -269,7 +336,17 @@ impl Core {
             lease = None;
         }
         let metrics = Arc::clone(&self.metrics);
-        Ok((answer, Guards { in_flight, lease, tally: None, metrics, handed_over }))
+        Ok((
+            answer,
+            Guards {
+                request_id: exchange.request_id.clone(),
+                in_flight,
+                lease,
+                tally: None,
+                metrics,
+                handed_over,
+            },
+        ))
     }
 
     /// Turns D's answer into the client's: JSON is held whole, so that it arrives complete or not
@@ -283,8 +360,8 @@ impl Core {
     ) -> Result<Response<RelayBody>, UpstreamFailure> {
         let (mut head, body) = answer.into_parts();
         response_headers(&mut head.headers);
-        if !is_type(&head.headers, b"application/json") {
-            let events = is_type(&head.headers, b"text/event-stream").then_some(endpoint);
+        let events = is_type(&head.headers, b"text/event-stream").then_some(endpoint);
+        if events.is_some() || is_binary(&head.headers) {
             guards.tally = tally.take();
             let body = RelayBody::live(body, guards, events, self.upstream.idle());
             return Ok(Response::from_parts(head, body));
@@ -298,7 +375,9 @@ impl Core {
             guards.was_read();
         }
         let tally = tally.take().map(|tally| tally.ended(Outcome::of_status(head.status.as_u16())));
-        Ok(Response::from_parts(head, RelayBody::whole(answer_without_hand_off(whole), tally)))
+        let body = without_hand_off(whole)
+            .ok_or_else(|| UpstreamFailure::new(Stage::Decode, Broken::Protocol, Progress::Answering))?;
+        Ok(Response::from_parts(head, RelayBody::whole(body, tally)))
     }
 
     /// Forwards a request that has no prefill leg to a decode engine as it is.
@@ -310,7 +389,7 @@ impl Core {
         body: Bytes,
     ) -> Result<Response<RelayBody>, ProxyError> {
         let body = pass_through_body(body, self.settings.hand_off.client_injected.into())?;
-        let in_flight = self.pool.choose(Stage::Decode, None, &[])?;
+        let in_flight = self.pool.choose(Stage::Decode, None, &[], |_| true)?;
         let peer = Arc::clone(&in_flight.peer);
         let leg = Leg {
             stage: Stage::Decode,
@@ -326,7 +405,14 @@ impl Core {
             .await
             .map_err(|failure| self.engine_failed(&peer, failure))?;
         let metrics = Arc::clone(&self.metrics);
-        let guards = Guards { in_flight, lease: None, tally: None, metrics, handed_over: None };
+        let guards = Guards {
+            request_id: exchange.request_id.clone(),
+            in_flight,
+            lease: None,
+            tally: None,
+            metrics,
+            handed_over: None,
+        };
         self.relay(answer, guards, Endpoint::Completions, &mut None)
             .await
             .map_err(|failure| self.engine_failed(&peer, failure))
@@ -341,16 +427,30 @@ impl Core {
     }
 }
 
+/// An engine answered that it cannot serve now.
+fn engine_answered(peer: &Peer, status: u16) {
+    let stage = peer.spec.role.stage().label();
+    tracing::warn!(peer = %peer.id, url = %peer.spec.url, stage, status, "an engine failed");
+    peer.failed(&format!("{stage} answered {status}"), false);
+}
+
 /// The engines that have failed one request, and how often it may still be tried again.
 struct Tries {
     left: u32,
+    resent: bool,
     prefill: Vec<Arc<Peer>>,
     decode: Vec<Arc<Peer>>,
 }
 
 impl Tries {
     fn new(settings: &Retry) -> Self {
-        Self { left: settings.attempts, prefill: Vec::new(), decode: Vec::new() }
+        Self { left: settings.attempts, resent: false, prefill: Vec::new(), decode: Vec::new() }
+    }
+
+    /// Whether a kept connection ended under the request, so that the same engine may be asked once
+    /// more on a new one; this is nobody's failure.
+    fn resend(&mut self, failure: UpstreamFailure) -> bool {
+        failure.stale && !std::mem::replace(&mut self.resent, true)
     }
 
     fn again(&mut self, core: &Core, stage: Stage) -> bool {
@@ -388,12 +488,23 @@ impl From<PrefillFault> for ProxyError {
 fn relay_whole(head: Response<()>, answer: Bytes) -> Response<RelayBody> {
     let (mut head, ()) = head.into_parts();
     response_headers(&mut head.headers);
-    let body = if is_type(&head.headers, b"application/json") {
-        answer_without_hand_off(answer)
-    } else {
-        Spliced::from(answer)
-    };
+    let body = without_hand_off(answer).unwrap_or_else(|| Spliced::from(Bytes::new()));
     Response::from_parts(head, RelayBody::whole(body, None))
+}
+
+/// The answer less the hand-off, whatever its media type says; none if it seems to hold one and
+/// cannot be read, so that it cannot be taken out.
+fn without_hand_off(answer: Bytes) -> Option<Spliced> {
+    let marked = memmem::find(&answer, b"kv_transfer_params").is_some();
+    if marked && json::is_object(&answer).is_err() {
+        return None;
+    }
+    Some(answer_without_hand_off(answer))
+}
+
+/// What is neither text nor JSON passes as it comes.
+fn is_binary(headers: &HeaderMap) -> bool {
+    [&b"audio"[..], b"image", b"video", b"application/octet-stream"].iter().any(|kind| is_type(headers, kind))
 }
 
 fn is_type(headers: &HeaderMap, media_type: &[u8]) -> bool {

@@ -84,6 +84,17 @@ pub struct UpstreamFailure {
     pub broken: Broken,
     /// How far it got.
     pub progress: Progress,
+    /// The connection had been kept from an earlier exchange and ended before a byte of the answer:
+    /// most likely the engine closed it for idleness just then.
+    pub stale: bool,
+}
+
+impl UpstreamFailure {
+    /// A failure on a connection that says nothing about idleness.
+    #[must_use]
+    pub const fn new(stage: Stage, broken: Broken, progress: Progress) -> Self {
+        Self { stage, broken, progress, stale: false }
+    }
 }
 
 impl UpstreamFailure {
@@ -125,6 +136,9 @@ pub enum HandOffRefusal {
         /// Blocks that its tokens fill at the engine's block size.
         needed: u64,
     },
+    /// The engine that made it has been replaced since.
+    #[error("the engine that made the hand-off is gone")]
+    EngineGone,
     /// Too little of the lease is left to read the blocks safely.
     #[error("the hand-off's lease is about to end")]
     Expiring,
@@ -140,7 +154,8 @@ impl HandOffRefusal {
             | Self::Defect(_)
             | Self::TokenCount(_)
             | Self::Coverage { .. }
-            | Self::TooFewBlocks { .. } => "refused",
+            | Self::TooFewBlocks { .. }
+            | Self::EngineGone => "refused",
             Self::Expiring => "expired",
         }
     }
@@ -155,6 +170,9 @@ pub enum ProxyError {
     /// No usable engine for the stage.
     #[error("no {} engine is ready", .0.label())]
     NoPeer(Stage),
+    /// Engines are ready, but none of them can hand off to another.
+    #[error("no prefill engine that is ready can hand off to a decode engine")]
+    NoCompatiblePair,
     /// The exchange with an engine broke.
     #[error(transparent)]
     Upstream(#[from] UpstreamFailure),
@@ -173,6 +191,7 @@ impl ProxyError {
         match self {
             Self::BadRequest(_) => Fault::Client,
             Self::NoPeer(stage) => Fault::Fleet(*stage),
+            Self::NoCompatiblePair => Fault::Fleet(Stage::Prefill),
             Self::Upstream(failure) => Fault::Engine(failure.stage),
             Self::PrefillFailed(_) | Self::HandOff(_) => Fault::Engine(Stage::Prefill),
         }

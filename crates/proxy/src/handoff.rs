@@ -9,6 +9,9 @@ use crate::error::HandOffRefusal;
 use crate::pool::peer::Peer;
 use crate::splice::{PrefillAnswer, rewrite_address};
 
+/// Longest engine or request id, in bytes; both are kept, and shown to operators.
+const MAX_ID: usize = 1024;
+
 /// A validated hand-off: the bytes for the decode leg, and what the router itself needs of it.
 #[derive(Clone, Debug)]
 pub(crate) struct HandedOff {
@@ -52,6 +55,9 @@ pub(crate) fn accept(
     let answer = PrefillAnswer::parse(answer).map_err(|_| HandOffRefusal::Garbage)?;
     let raw = answer.hand_off.as_ref().ok_or(HandOffRefusal::Missing)?;
     let hand_off = HandOff::parse(raw).map_err(HandOffRefusal::Defect)?;
+    if hand_off.remote_engine_id.len() > MAX_ID || hand_off.remote_request_id.len() > MAX_ID {
+        return Err(HandOffRefusal::Garbage.into());
+    }
     let host = reachable_host(prefill, hand_off.remote_host.as_ref(), same_host);
     let rewritten = if host.is_some() || prefill.spec.kv_port.is_some() {
         rewrite_address(raw, host, prefill.spec.kv_port).map_err(|_| HandOffRefusal::Garbage)?

@@ -143,6 +143,14 @@ impl<'a> Member<'a> {
     }
 }
 
+/// Whether the whole text is one JSON object.
+///
+/// # Errors
+/// The first thing that is not so.
+pub fn is_object(body: &[u8]) -> Result<(), JsonFault> {
+    members(body)?.try_for_each(|member| member.map(|_| ()))
+}
+
 /// Checks that `body` is UTF-8 and walks the members of the object in it.
 ///
 /// # Errors

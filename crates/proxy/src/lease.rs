@@ -41,6 +41,7 @@ pub(crate) struct Lease {
 
 struct Hold {
     core: Arc<Core>,
+    prefill: Arc<Peer>,
     key: u64,
     hand_off: HandedOff,
     request: ClientRequest,
@@ -54,7 +55,7 @@ impl Lease {
     pub(crate) fn open(
         core: &Arc<Core>,
         hand_off: HandedOff,
-        prefill: &Peer,
+        prefill: &Arc<Peer>,
         request: &ClientRequest,
         request_id: &RequestId,
     ) -> Self {
@@ -73,6 +74,7 @@ impl Lease {
         });
         let hold = Box::new(Hold {
             core: Arc::clone(core),
+            prefill: Arc::clone(prefill),
             key,
             hand_off,
             request: request.clone(),
@@ -99,6 +101,15 @@ impl Lease {
         self.hold.as_ref().is_some_and(|hold| {
             let margin = hold.core.settings.hand_off.lease_margin.min(hold.lasts / 2);
             hold.granted.elapsed() + margin >= hold.lasts
+        })
+    }
+
+    /// Whether the engine that holds the blocks has been replaced at its address.
+    pub(crate) fn is_orphaned(&self) -> bool {
+        self.hold.as_ref().is_some_and(|hold| {
+            hold.core.pool.learn(&hold.core.registry);
+            let identity = hold.prefill.identity.load();
+            !identity.engine_ids.is_empty() && !identity.engine_ids.contains(&hold.hand_off.engine_id)
         })
     }
 
@@ -220,7 +231,7 @@ impl Hold {
     }
 
     async fn send(&self, peer: &Arc<Peer>, path: &str, body: Spliced) -> Result<StatusCode, UpstreamFailure> {
-        let leg = Leg {
+        let leg = |body| Leg {
             stage: Stage::Decode,
             peer,
             method: Method::POST,
@@ -228,7 +239,11 @@ impl Hold {
             headers: own_headers(&RequestId::accept(None)),
             body,
         };
-        let response = self.core.upstream.send(leg, self.core.settings.timeouts.release).await?;
+        let deadline = self.core.settings.timeouts.release;
+        let response = match self.core.upstream.send(leg(body.clone()), deadline).await {
+            Err(failure) if failure.stale => self.core.upstream.send(leg(body), deadline).await?,
+            sent => sent?,
+        };
         let status = response.status();
         let limit = self.core.settings.limits.answer_bytes;
         self.core.upstream.collect(Stage::Decode, response.into_body(), limit).await?;

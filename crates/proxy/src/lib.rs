@@ -1,6 +1,7 @@
 //! kvbaton's core: it decides which pair serves a request, moves the bytes of both legs, and
 //! keeps account of every hand-off. Knows HTTP's types but no web framework.
 
+mod connection;
 mod disagg;
 mod error;
 mod handoff;
@@ -34,12 +35,20 @@ pub use kv_connector::protocol::params::Generation;
 pub use ledger::{HandOffState, HandOffView};
 pub use metrics::METRICS_CONTENT_TYPE;
 pub use pool::{
-    Authorization, ModelList, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Readiness, Role,
+    Authorization, ModelList, PairView, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Readiness,
+    Role, Verdict,
 };
-pub use registry::{EngineView, PayloadPart, RankView, Registered, Registry, RegistryError};
+pub use registry::{
+    AboutEngine, ChangeKind, Changes, ClockReading, Echo, EngineRecord, EngineRole, EngineState,
+    EngineSummary, EngineView, FieldProblem, Found, Heartbeat, Missing, PayloadPart, Rank, RankId,
+    RankPayload, RankView, Receipt, Registered, Registration, Registry, RegistryChange, RegistryError,
+    RegistryLimits, RegistrySnapshot, Watched, Watcher, canonical_base_url,
+};
 pub use request::{BadRequest, Endpoint};
 pub use request_id::{RequestId, X_REQUEST_ID};
-pub use settings::{ClientInjected, HandOffPolicy, Limits, OnMissing, Probe, Retry, Settings, Timeouts};
+pub use settings::{
+    ClientInjected, HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Timeouts, UnknownPairs,
+};
 pub use stream::{RelayBody, RelayError};
 
 use ledger::Ledger;
@@ -77,7 +86,11 @@ impl Proxy {
         let core = Arc::new(Core {
             retries: retry::Budget::new(settings.retry.clone()),
             ledger: Ledger::new(Arc::clone(&metrics)),
-            registry: Registry::new(settings.limits.payload_bytes, settings.limits.registry_engines),
+            registry: Registry::new(RegistryLimits {
+                payload_bytes: settings.limits.payload_bytes,
+                engines: settings.limits.registry_engines,
+                ..RegistryLimits::default()
+            }),
             pool: Pool::default(),
             upstream,
             metrics,
@@ -87,6 +100,7 @@ impl Proxy {
             settings,
         });
         pool::probe::watch(Arc::clone(&core));
+        core.tasks.spawn(core.registry.clone().expire_until(core.stop.clone()));
         Self { core }
     }
 
@@ -126,6 +140,7 @@ impl Proxy {
     /// All peers.
     #[must_use]
     pub fn peers(&self) -> Vec<PeerView> {
+        self.core.pool.learn(&self.core.registry);
         self.core.pool.all().iter().map(|peer| peer.view()).collect()
     }
 
@@ -159,10 +174,19 @@ impl Proxy {
         self.core.ledger.views()
     }
 
+    /// Every pair of a prefill and a decode peer, with what is known of it.
+    #[must_use]
+    pub fn pairs(&self) -> Vec<PairView> {
+        self.core.pool.learn(&self.core.registry);
+        self.core.pool.pairs(self.core.settings.pairing.unknown)
+    }
+
     /// Whether new requests can be served.
     #[must_use]
     pub fn readiness(&self) -> Readiness {
+        self.core.pool.learn(&self.core.registry);
         Readiness {
+            pair: self.core.pool.has_pair(self.core.settings.pairing.unknown),
             prefill_ready: self.core.pool.ready(Stage::Prefill),
             decode_ready: self.core.pool.ready(Stage::Decode),
             draining: self.core.draining.load(Ordering::Relaxed),
@@ -172,6 +196,8 @@ impl Proxy {
     /// From now on the router says that it is not ready; requests are still served.
     pub fn drain(&self) {
         self.core.draining.store(true, Ordering::Relaxed);
+        // Watchers never end by themselves, and would be waited for.
+        self.core.registry.close();
     }
 
     /// The handshake registry.

@@ -13,7 +13,7 @@ use prometheus_client::registry::{Registry, Unit};
 use crate::error::{HandOffRefusal, ProxyError, Stage, UpstreamFailure};
 use crate::request::Endpoint;
 
-/// Content type of [`Metrics::encode`].
+/// Content type of the metrics page.
 pub const METRICS_CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 const SECONDS: [f64; 16] =
@@ -228,7 +228,7 @@ impl Outcome {
     pub(crate) const fn of_error(error: &ProxyError) -> Self {
         match error {
             ProxyError::BadRequest(_) => Self::ClientError,
-            ProxyError::NoPeer(_) => Self::NoPeer,
+            ProxyError::NoPeer(_) | ProxyError::NoCompatiblePair => Self::NoPeer,
             ProxyError::Upstream(_) | ProxyError::PrefillFailed(_) | ProxyError::HandOff(_) => {
                 Self::EngineError
             }

@@ -1,21 +1,26 @@
 //! The fleet: peers by role in one snapshot that is swapped whole, and the choice among them.
 
+pub(crate) mod pairing;
 pub(crate) mod peer;
 pub(crate) mod probe;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use serde::Serialize;
 use serde_json::value::RawValue;
 
+use pairing::Identity;
+pub use pairing::{PairView, Verdict};
 pub use peer::{Authorization, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Role};
 use peer::{InFlight, Peer};
 
 use crate::error::{ProxyError, Stage};
+use crate::registry::{Registry, RegistrySnapshot, canonical_base_url};
+use crate::settings::UnknownPairs;
 
 #[derive(Debug, Default)]
 struct Snapshot {
@@ -42,7 +47,11 @@ pub(crate) struct Pool {
     snapshot: ArcSwap<Snapshot>,
     /// Serialises changes; the values number the prefill and the decode peers without a name.
     changes: Mutex<[usize; 2]>,
-    turn: AtomicUsize,
+    /// Whose turn it is among equally busy peers. One count per stage: with a common one, two
+    /// choices a request would meet the same peer each time.
+    turns: [AtomicUsize; 2],
+    /// The registry's revision that the peers' identities are of.
+    learnt: AtomicU64,
 }
 
 impl Pool {
@@ -57,9 +66,9 @@ impl Pool {
             Some(name) => checked_name(name)?,
             None => numbered(&current, &mut numbers, spec.role),
         };
-        let twin = current
-            .all()
-            .find(|peer| peer.id == id || (peer.spec.role == spec.role && peer.spec.url == spec.url));
+        let twin = current.all().find(|peer| {
+            peer.id == id || (peer.spec.role == spec.role && is_same_url(&peer.spec.url, &spec.url))
+        });
         if let Some(twin) = twin {
             return Err(PeerSpecError::Exists { id: twin.id.clone() });
         }
@@ -70,6 +79,7 @@ impl Pool {
             Role::Decode => next.decode.push(Arc::clone(&peer)),
         }
         self.snapshot.store(Arc::new(next));
+        self.relearn();
         Ok(peer)
     }
 
@@ -92,33 +102,82 @@ impl Pool {
         self.snapshot.load().all().cloned().collect()
     }
 
-    /// The least busy ready peer of a stage that lists the model. When no ready peer lists it, any
-    /// ready one: the engine answers in its own words whether it has the model.
-    ///
-    /// # Errors
-    /// [`ProxyError::NoPeer`] when none is ready.
+    /// Takes over what the registry says, if it has changed since.
+    pub(crate) fn learn(&self, registry: &Registry) {
+        if self.learnt.load(Ordering::Acquire) == registry.revision() {
+            return;
+        }
+        let registry = registry.snapshot();
+        for peer in self.snapshot.load().all() {
+            self.identify(peer, &registry);
+        }
+        self.learnt.store(registry.revision, Ordering::Release);
+    }
+
+    fn identify(&self, peer: &Peer, registry: &RegistrySnapshot) {
+        let identity = Identity::of(peer, registry);
+        if **peer.identity.load() != identity {
+            peer.identity.store(Arc::new(identity));
+        }
+    }
+
+    /// The next identities are made anew, because a peer has come or has named a new engine.
+    pub(crate) fn relearn(&self) {
+        self.learnt.store(u64::MAX, Ordering::Release);
+    }
+
+    /// The least busy ready peer of a stage that fits and lists the model. When no fitting peer lists
+    /// it, any fitting one: the engine answers in its own words whether it has the model.
     ///
     /// `tried` are those that have failed this request already.
+    ///
+    /// # Errors
+    /// [`ProxyError::NoPeer`] when none is ready, [`ProxyError::NoCompatiblePair`] when none of those
+    /// that are ready fits.
     pub(crate) fn choose(
         &self,
         stage: Stage,
         model: Option<&str>,
         tried: &[Arc<Peer>],
+        fits: impl Fn(&Peer) -> bool,
     ) -> Result<InFlight, ProxyError> {
         let snapshot = self.snapshot.load();
         let peers = snapshot.of(stage);
-        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+        let turn = self.turns[stage as usize].fetch_add(1, Ordering::Relaxed);
+        let start = if peers.is_empty() { 0 } else { turn % peers.len() };
+        let ready: Vec<&Arc<Peer>> = peers[start..]
+            .iter()
+            .chain(&peers[..start])
+            .filter(|peer| peer.is_ready() && !tried.iter().any(|other| Arc::ptr_eq(other, peer)))
+            .collect();
         let least_busy = |lists: &dyn Fn(&Peer) -> bool| {
-            let start = if peers.is_empty() { 0 } else { turn % peers.len() };
-            peers[start..]
-                .iter()
-                .chain(&peers[..start])
-                .filter(|peer| peer.is_ready() && !tried.iter().any(|other| Arc::ptr_eq(other, peer)))
-                .filter(|peer| lists(peer))
-                .min_by_key(|peer| peer.in_flight())
+            ready.iter().filter(|peer| lists(peer) && fits(peer)).min_by_key(|peer| peer.in_flight())
         };
         let serving = model.and_then(|model| least_busy(&|peer| peer.serves(model)));
-        serving.or_else(|| least_busy(&|_| true)).map(|peer| peer.enter()).ok_or(ProxyError::NoPeer(stage))
+        match serving.or_else(|| least_busy(&|_| true)) {
+            Some(peer) => Ok(peer.enter()),
+            None if ready.is_empty() => Err(ProxyError::NoPeer(stage)),
+            None => Err(ProxyError::NoCompatiblePair),
+        }
+    }
+
+    /// Whether a decode peer has a ready prefill peer that can hand off to it.
+    pub(crate) fn has_partner(&self, decode: &Peer, unknown: UnknownPairs) -> bool {
+        let snapshot = self.snapshot.load();
+        snapshot.prefill.iter().any(|p| p.is_ready() && pairing::judge(p, decode).allows(unknown))
+    }
+
+    /// Whether any ready pair can hand off.
+    pub(crate) fn has_pair(&self, unknown: UnknownPairs) -> bool {
+        let snapshot = self.snapshot.load();
+        snapshot.decode.iter().any(|decode| decode.is_ready() && self.has_partner(decode, unknown))
+    }
+
+    /// Every pair, with what is known of it.
+    pub(crate) fn pairs(&self, unknown: UnknownPairs) -> Vec<PairView> {
+        let snapshot = self.snapshot.load();
+        let pairs = snapshot.prefill.iter().flat_map(|p| snapshot.decode.iter().map(move |d| (p, d)));
+        pairs.map(|(prefill, decode)| PairView::of(prefill, decode, unknown)).collect()
     }
 
     /// The peers of a stage that take requests.
@@ -158,6 +217,10 @@ fn numbered(current: &Snapshot, numbers: &mut [usize; 2], role: Role) -> String 
             return id;
         }
     }
+}
+
+fn is_same_url(one: &str, other: &str) -> bool {
+    one == other || canonical_base_url(one).is_some_and(|url| canonical_base_url(other) == Some(url))
 }
 
 fn checked_name(name: &str) -> Result<String, PeerSpecError> {
@@ -200,12 +263,15 @@ pub struct Readiness {
     pub decode_ready: usize,
     /// The router is shutting down and wants no new requests.
     pub draining: bool,
+    /// Whether any ready prefill engine can hand off to any ready decode engine.
+    #[serde(skip)]
+    pub pair: bool,
 }
 
 impl Readiness {
     /// At least one pair can serve, and the router is not leaving.
     #[must_use]
     pub const fn is_ready(&self) -> bool {
-        self.prefill_ready > 0 && self.decode_ready > 0 && !self.draining
+        self.pair && !self.draining
     }
 }

@@ -60,8 +60,7 @@ impl PrefillLeg {
 
     /// The whole answer of the prefill engine.
     pub(crate) async fn answer(&mut self) -> Answered {
-        let lost =
-            UpstreamFailure { stage: Stage::Prefill, broken: Broken::Reset, progress: Progress::Answering };
+        let lost = UpstreamFailure::new(Stage::Prefill, Broken::Reset, Progress::Answering);
         let running = self.running.as_mut().ok_or(lost)?;
         let answered = running.answer.as_mut().await;
         self.running = None;
@@ -114,7 +113,7 @@ impl Core {
             let answer = self.upstream.collect(stage, body, self.settings.limits.answer_bytes).await?;
             Ok((Response::from_parts(head, ()), answer))
         };
-        let silent = UpstreamFailure { stage, broken: Broken::Timeout, progress: Progress::Sent };
+        let silent = UpstreamFailure::new(stage, Broken::Timeout, Progress::Sent);
         timeout(deadline, exchange).await.unwrap_or(Err(silent))
     }
 }

@@ -1,68 +1,48 @@
-//! Handshake payloads of engines, kept byte for byte, so that a decode engine can fetch its
-//! peer's from here instead of a raw socket. Checks what it takes; interprets nothing.
+//! Who the engines are and what a peer must know to read from them: registrations with a lease,
+//! handshake payloads kept byte for byte, every change numbered. Decides about no pair.
+
+mod address;
+mod change;
+mod clock;
+mod error;
+mod limits;
+mod look_up;
+mod record;
+mod registration;
+mod state;
+mod watch;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use bytes::Bytes;
-use kv_connector::protocol::handshake::NixlHandshakePayload;
 use kv_connector::protocol::metadata::NixlAgentMetadata;
-use kv_connector::protocol::msgpack::DecodeError;
-use kv_connector::protocol::params::Generation;
-use parking_lot::RwLock;
-use serde::Serialize;
+use parking_lot::{Mutex, RwLock, RwLockWriteGuard};
+use tokio::sync::{Notify, watch as watch_channel};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 
-/// Most ranks of one engine; far above any real pipeline times tensor size.
-const MAX_RANKS: usize = 4096;
+pub use address::canonical_base_url;
+pub use change::{ChangeKind, RegistryChange};
+pub use clock::{ClockReading, Echo};
+pub use error::{FieldProblem, PayloadPart, RegistryError};
+pub use limits::RegistryLimits;
+pub use look_up::{Found, Missing};
+pub use record::{
+    AboutEngine, EngineRecord, EngineRole, EngineState, EngineSummary, EngineView, Rank, RankId, RankView,
+};
+pub use registration::{Heartbeat, RankPayload, Registration};
+pub use watch::{Watched, Watcher};
 
-/// Why a payload was not taken.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum RegistryError {
-    /// The outer message or the metadata inside it cannot be decoded.
-    #[error("malformed {part}: {reason}")]
-    Malformed {
-        /// Which of the two layers.
-        part: PayloadPart,
-        /// What is wrong with it.
-        reason: DecodeError,
-    },
-    /// The payload is another engine's.
-    #[error("the payload belongs to engine {found:?}")]
-    EngineMismatch {
-        /// The engine id inside the metadata.
-        found: String,
-    },
-    /// The payload exceeds the configured size.
-    #[error("the payload is larger than {limit} bytes")]
-    TooLarge {
-        /// The limit in bytes.
-        limit: usize,
-    },
-    /// The registry holds as many engines or ranks as it may.
-    #[error("the registry is full")]
-    Full,
-}
+use record::Pulse;
+use registration::{Checked, check_payload, unix_seconds};
+use state::{Place, State};
+use watch::{BATCH, Watchers};
 
-/// The two layers of a handshake payload.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PayloadPart {
-    /// `NixlHandshakePayload`
-    Payload,
-    /// `NixlAgentMetadata`
-    Metadata,
-}
-
-impl std::fmt::Display for PayloadPart {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Payload => "NixlHandshakePayload",
-            Self::Metadata => "NixlAgentMetadata",
-        })
-    }
-}
-
-/// What a registration changed.
+/// What a rank's payload changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Registered {
     /// The rank was not known.
@@ -73,22 +53,124 @@ pub enum Registered {
     Unchanged,
 }
 
-type Rank = (u32, u32);
+/// What an engine is told about itself.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Receipt {
+    /// Whether the engine was not known before.
+    pub created: bool,
+    /// The revision of the engine's last change.
+    pub revision: u64,
+    /// Which life at its address this is.
+    pub generation: u64,
+    /// After how long a silence the engine leaves.
+    pub ttl: Option<Duration>,
+    /// The router's monotonic clock as this answer leaves, in seconds, for the echo.
+    pub router_clock: f64,
+}
 
-/// The payloads of all engines that registered.
-#[derive(Debug)]
+/// All engines at one revision.
+#[derive(Clone, Debug, Default)]
+pub struct RegistrySnapshot {
+    /// The revision.
+    pub revision: u64,
+    /// The engines by their ids, in whatever state.
+    pub engines: BTreeMap<String, Arc<EngineRecord>>,
+}
+
+/// The changes after a revision.
+#[derive(Clone, Debug)]
+pub enum Changes {
+    /// The first of them, in order; none when nothing happened.
+    After(Vec<Arc<RegistryChange>>),
+    /// Not all of them are known any more: everything as it is now.
+    Forgotten(Arc<RegistrySnapshot>),
+}
+
+/// The engines that registered; clones share them.
+#[derive(Clone, Debug)]
 pub struct Registry {
-    engines: RwLock<BTreeMap<String, BTreeMap<Rank, Arc<RankView>>>>,
-    payload_bytes: usize,
-    max_engines: usize,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    state: RwLock<State>,
+    limits: RegistryLimits,
+    /// As old as the newest read; made anew by the first reader after a change.
+    snapshot: ArcSwap<RegistrySnapshot>,
+    revision: watch_channel::Sender<u64>,
+    /// The origin of the router's clock.
+    origin: Instant,
+    /// Microseconds after the origin before which nobody's time runs out.
+    next_expiry: AtomicU64,
+    expiry_moved: Notify,
+    watchers: Watchers,
+    waiting: AtomicUsize,
+    closing: CancellationToken,
 }
 
 impl Registry {
-    pub(crate) fn new(payload_bytes: usize, max_engines: usize) -> Self {
-        Self { engines: RwLock::default(), payload_bytes, max_engines }
+    pub(crate) fn new(limits: RegistryLimits) -> Self {
+        let state = State::new(&limits);
+        let revision = state.history.revision();
+        let shared = Shared {
+            state: RwLock::new(state),
+            limits,
+            snapshot: ArcSwap::from_pointee(RegistrySnapshot { revision, engines: BTreeMap::new() }),
+            revision: watch_channel::Sender::new(revision),
+            origin: Instant::now(),
+            next_expiry: AtomicU64::new(u64::MAX),
+            expiry_moved: Notify::new(),
+            watchers: Watchers::default(),
+            waiting: AtomicUsize::new(0),
+            closing: CancellationToken::new(),
+        };
+        Self { shared: Arc::new(shared) }
     }
 
-    /// Takes one rank's payload.
+    // ------------------------------------------------------------ what engines do
+
+    /// Takes an engine with all its ranks, in place of what was known of it. Whoever else is at
+    /// its address leaves.
+    ///
+    /// # Errors
+    /// It cannot be used or there is no room; nothing has changed then.
+    pub fn register(&self, registration: Registration) -> Result<Receipt, RegistryError> {
+        let Checked { base_url, ttl, ranks } = registration.check(&self.shared.limits)?;
+        let mut state = self.write();
+        let known = state.engines.get(&registration.engine_id).cloned();
+        let known_ranks = known.as_ref().map(|known| known.ranks.clone()).unwrap_or_default();
+        let Registration {
+            engine_id, role, model, dp_rank, vllm_version, state: engine_state, clock, ..
+        } = registration;
+        let mut record = EngineRecord {
+            engine_id,
+            base_url,
+            role,
+            model,
+            dp_rank,
+            vllm_version,
+            state: engine_state,
+            generation: 0,
+            revision: 0,
+            registered_at: unix_seconds(),
+            ttl,
+            ranks: ranks.unwrap_or(known_ranks),
+            pulse: Arc::default(),
+        };
+        continue_life(&mut record, known.as_deref(), &state);
+        let unchanged = known.clone().filter(|known| known.says_the_same(&record));
+        let record = match unchanged {
+            Some(known) => known,
+            None => state.put(record, &self.shared.limits)?,
+        };
+        self.publish(&state);
+        let router_clock = self.beat(&record, clock, None);
+        drop(state);
+        Ok(receipt(&record, known.is_none(), router_clock))
+    }
+
+    /// Takes one rank's payload; an engine that is not known yet is then one without a lease.
     ///
     /// # Errors
     /// It cannot be decoded, is another engine's, is too large, or the registry is full.
@@ -99,107 +181,300 @@ impl Registry {
         tp_rank: u32,
         payload: Bytes,
     ) -> Result<Registered, RegistryError> {
-        if payload.len() > self.payload_bytes {
-            return Err(RegistryError::TooLarge { limit: self.payload_bytes });
-        }
-        let known = self.get(engine_id, pp_rank, tp_rank);
-        if known.is_some_and(|known| known.payload == payload) {
+        let rank = (pp_rank, tp_rank);
+        let view = Arc::new(check_payload(engine_id, rank, payload, &self.shared.limits)?);
+        let mut state = self.write();
+        let known = state.engines.get(engine_id).cloned();
+        let before = known.as_ref().and_then(|known| known.ranks.get(&rank)).cloned();
+        if let (Some(known), Some(before)) = (&known, &before)
+            && before.payload == view.payload
+        {
+            self.beat(known, None, None);
             return Ok(Registered::Unchanged);
         }
-        let malformed = |part| move |reason| RegistryError::Malformed { part, reason };
-        let outer = NixlHandshakePayload::decode(&payload).map_err(malformed(PayloadPart::Payload))?;
-        let metadata = NixlAgentMetadata::decode_any(&outer.agent_metadata_bytes)
-            .map_err(malformed(PayloadPart::Metadata))?;
-        if metadata.engine_id() != engine_id {
-            return Err(RegistryError::EngineMismatch { found: metadata.engine_id().to_owned() });
-        }
-        let registered_at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        let view = Arc::new(RankView {
-            pp_rank,
-            tp_rank,
-            generation: metadata.generation(),
-            compatibility_hash: outer.compatibility_hash,
-            payload_bytes: payload.len(),
-            metadata,
-            registered_at,
-            payload,
-        });
-        let mut engines = self.engines.write();
-        if !engines.contains_key(engine_id) && engines.len() >= self.max_engines {
-            return Err(RegistryError::Full);
-        }
-        let ranks = engines.entry(engine_id.to_owned()).or_default();
-        if !ranks.contains_key(&(pp_rank, tp_rank)) && ranks.len() >= MAX_RANKS {
-            return Err(RegistryError::Full);
-        }
-        Ok(match ranks.insert((pp_rank, tp_rank), view) {
-            None => Registered::Created,
-            Some(_) => Registered::Replaced,
-        })
+        let mut record = known.as_deref().cloned().unwrap_or_else(|| unnamed(engine_id));
+        record.ranks.insert(rank, view);
+        continue_life(&mut record, known.as_deref(), &state);
+        let record = state.put(record, &self.shared.limits)?;
+        self.publish(&state);
+        self.beat(&record, None, None);
+        Ok(if before.is_none() { Registered::Created } else { Registered::Replaced })
     }
 
-    /// One rank's payload, exactly as it was put.
+    /// Takes a sign of life, which renews the engine's lease.
+    ///
+    /// # Errors
+    /// The engine is not known (any more) and has to register; or a value cannot be used.
+    pub fn heartbeat(&self, engine_id: &str, heartbeat: &Heartbeat) -> Result<Receipt, RegistryError> {
+        heartbeat.check()?;
+        self.sweep_if_due();
+        let Heartbeat { state: new_state, clock, echo } = *heartbeat;
+        let unknown = || RegistryError::UnknownEngine { engine_id: engine_id.to_owned() };
+        {
+            let state = self.shared.state.read();
+            let record = state.engines.get(engine_id).ok_or_else(unknown)?;
+            if !record.is_live(Instant::now()) {
+                return Err(unknown());
+            }
+            if new_state.is_none_or(|new_state| new_state == record.state) {
+                let router_clock = self.beat(record, clock, echo);
+                return Ok(receipt(record, false, router_clock));
+            }
+        }
+        let mut state = self.write();
+        let known = state.engines.get(engine_id).cloned().ok_or_else(unknown)?;
+        let mut record = (*known).clone();
+        record.state = new_state.unwrap_or(record.state);
+        let record = state.put(record, &self.shared.limits)?;
+        self.publish(&state);
+        let router_clock = self.beat(&record, clock, echo);
+        Ok(receipt(&record, false, router_clock))
+    }
+
+    /// Forgets an engine; whether it was known.
+    pub fn remove(&self, engine_id: &str) -> bool {
+        let mut state = self.write();
+        let known = state.retire(engine_id, ChangeKind::Removed, None);
+        self.publish(&state);
+        known
+    }
+
+    // ------------------------------------------------------------ what readers see
+
+    /// All engines at the current revision; cheap while nothing changes.
+    #[must_use]
+    pub fn snapshot(&self) -> Arc<RegistrySnapshot> {
+        self.sweep_if_due();
+        let made = self.shared.snapshot.load_full();
+        if made.revision == *self.shared.revision.borrow() {
+            return made;
+        }
+        let state = self.shared.state.read();
+        let engines = state.engines.clone();
+        let made = Arc::new(RegistrySnapshot { revision: state.history.revision(), engines });
+        // Under the lock, so that nobody puts an older one in its place.
+        self.shared.snapshot.store(Arc::clone(&made));
+        made
+    }
+
+    /// The current revision.
+    #[must_use]
+    pub fn revision(&self) -> u64 {
+        self.sweep_if_due();
+        *self.shared.revision.borrow()
+    }
+
+    /// The current revision, and every later one; ends with the registry.
+    #[must_use]
+    pub fn subscribe(&self) -> watch_channel::Receiver<u64> {
+        self.shared.revision.subscribe()
+    }
+
+    /// What changed after a revision, at most a batch of it.
+    #[must_use]
+    pub fn changes_since(&self, revision: u64) -> Changes {
+        self.sweep_if_due();
+        let changes = self.shared.state.read().history.since(revision, BATCH);
+        changes.map_or_else(|| Changes::Forgotten(self.snapshot()), Changes::After)
+    }
+
+    /// One engine in whatever state.
+    #[must_use]
+    pub fn engine(&self, engine_id: &str) -> Option<Arc<EngineRecord>> {
+        let engine = self.shared.state.read().engines.get(engine_id).cloned()?;
+        engine.is_live(Instant::now()).then_some(engine)
+    }
+
+    /// The engines at a base URL, in whatever spelling: one per data-parallel rank.
+    #[must_use]
+    pub fn engines_at(&self, base_url: &str) -> Vec<Arc<EngineRecord>> {
+        let Some(base_url) = canonical_base_url(base_url) else { return Vec::new() };
+        let now = Instant::now();
+        let state = self.shared.state.read();
+        state.at(&base_url).filter(|engine| engine.is_live(now)).cloned().collect()
+    }
+
+    /// One rank of an engine in whatever state.
     #[must_use]
     pub fn get(&self, engine_id: &str, pp_rank: u32, tp_rank: u32) -> Option<Arc<RankView>> {
-        self.engines.read().get(engine_id)?.get(&(pp_rank, tp_rank)).cloned()
+        self.engine(engine_id)?.ranks.get(&(pp_rank, tp_rank)).cloned()
+    }
+
+    /// An engine's clock now; `None` when it never told it.
+    #[must_use]
+    pub fn clock(&self, engine: &EngineRecord) -> Option<ClockReading> {
+        engine.pulse.lock().clock.reading(self.now())
+    }
+
+    /// An engine as people see it.
+    #[must_use]
+    pub fn view(&self, engine: &EngineRecord) -> EngineView {
+        engine.view(self.clock(engine))
+    }
+
+    /// All engines as people see them.
+    #[must_use]
+    pub fn list(&self) -> Vec<EngineView> {
+        self.snapshot().engines.values().map(|engine| self.view(engine)).collect()
     }
 
     /// Tokens per block of an engine's block ids. Known for the newest generation only: an older
     /// one tells the size of its kernel's blocks, of which a named block may hold several.
     pub(crate) fn tokens_per_block(&self, engine_id: &str) -> Option<u64> {
-        let engines = self.engines.read();
-        let (_, rank) = engines.get(engine_id)?.first_key_value()?;
-        let NixlAgentMetadata::V14(metadata) = &rank.metadata else { return None };
+        let engine = self.engine(engine_id)?;
+        let NixlAgentMetadata::V14(metadata) = engine.metadata()? else { return None };
         let tokens = metadata.block_size.checked_mul(metadata.physical_blocks_per_logical_kv_block)?;
         u64::try_from(tokens).ok().filter(|tokens| *tokens > 0)
     }
 
-    /// All engines with their ranks.
-    #[must_use]
-    pub fn list(&self) -> Vec<EngineView> {
-        self.engines
-            .read()
-            .iter()
-            .map(|(engine_id, ranks)| EngineView {
-                engine_id: engine_id.clone(),
-                ranks: ranks.values().cloned().collect(),
-            })
-            .collect()
+    // ------------------------------------------------------------ time
+
+    /// Lets silent engines leave in time, though nobody reads, until told to stop.
+    pub(crate) async fn expire_until(self, stop: CancellationToken) {
+        loop {
+            let moved = self.shared.expiry_moved.notified();
+            self.sweep_if_due();
+            let due = match self.shared.next_expiry.load(Ordering::Acquire) {
+                u64::MAX => None,
+                micros => Some(self.shared.origin + Duration::from_micros(micros)),
+            };
+            let expiry = async {
+                match due {
+                    Some(due) => tokio::time::sleep_until(due).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = moved => {}
+                () = expiry => {}
+            }
+        }
     }
 
-    /// Forgets an engine; whether it was known.
-    pub fn remove(&self, engine_id: &str) -> bool {
-        self.engines.write().remove(engine_id).is_some()
+    /// Ends all that wait and watch, now and from now on; everything else goes on.
+    pub(crate) fn close(&self) {
+        self.shared.closing.cancel();
+    }
+
+    fn is_closed(&self) -> bool {
+        self.shared.closing.is_cancelled()
+    }
+
+    /// The router's clock in seconds.
+    fn now(&self) -> f64 {
+        self.shared.origin.elapsed().as_secs_f64()
+    }
+
+    /// Rounded up: what is due then has ended.
+    fn micros_until(&self, moment: Instant) -> u64 {
+        let nanos = moment.duration_since(self.shared.origin).as_nanos();
+        u64::try_from(nanos.div_ceil(1000)).unwrap_or(u64::MAX)
+    }
+
+    /// Renews the lease and takes the clock in; the router's clock for the answer.
+    fn beat(&self, record: &EngineRecord, clock: Option<f64>, echo: Option<Echo>) -> f64 {
+        let now = self.now();
+        let mut pulse = record.pulse.lock();
+        pulse.deadline = record.ttl.map(|ttl| Instant::now() + ttl);
+        if let Some(deadline) = pulse.deadline {
+            let micros = self.micros_until(deadline);
+            if self.shared.next_expiry.fetch_min(micros, Ordering::AcqRel) > micros {
+                self.shared.expiry_moved.notify_one();
+            }
+        }
+        if let Some(sent) = clock {
+            pulse.clock.observe(sent, now, echo);
+        }
+        pulse.clock.answer(now)
+    }
+
+    /// The state for a change, with nobody in it whose time ran out.
+    fn write(&self) -> RwLockWriteGuard<'_, State> {
+        let mut state = self.shared.state.write();
+        self.sweep(&mut state);
+        state
+    }
+
+    fn sweep_if_due(&self) {
+        let due = self.shared.next_expiry.load(Ordering::Acquire);
+        if self.shared.origin.elapsed().as_micros() >= u128::from(due) {
+            drop(self.write());
+        }
+    }
+
+    fn sweep(&self, state: &mut State) {
+        let now = Instant::now();
+        let due = self.shared.next_expiry.load(Ordering::Acquire);
+        if now.duration_since(self.shared.origin).as_micros() < u128::from(due) {
+            return;
+        }
+        let micros = state.expire(now).map_or(u64::MAX, |next| self.micros_until(next));
+        // Heartbeats, which may move it too, are shut out by the state's lock.
+        self.shared.next_expiry.store(micros, Ordering::Release);
+        self.publish(state);
+    }
+
+    fn publish(&self, state: &State) {
+        let revision = state.history.revision();
+        self.shared.revision.send_if_modified(|published| std::mem::replace(published, revision) != revision);
     }
 }
 
-/// One registered rank; serialises to the view for people.
-#[derive(Clone, Debug, Serialize)]
-pub struct RankView {
-    /// Pipeline rank.
-    pub pp_rank: u32,
-    /// Tensor-parallel rank.
-    pub tp_rank: u32,
-    /// Connector generation, by the metadata's fields.
-    pub generation: Generation,
-    /// Hex digest that two engines must share.
-    pub compatibility_hash: String,
-    /// Size of the payload.
-    pub payload_bytes: usize,
-    /// What the rank says of its memory; the transfer agent's opaque part in hex.
-    pub metadata: NixlAgentMetadata,
-    /// Unix time of the registration, in seconds.
-    pub registered_at: u64,
-    /// The bytes.
-    #[serde(skip)]
-    pub payload: Bytes,
+/// An engine of which no more than an id is known.
+fn unnamed(engine_id: &str) -> EngineRecord {
+    EngineRecord {
+        engine_id: engine_id.to_owned(),
+        base_url: None,
+        role: None,
+        model: None,
+        dp_rank: 0,
+        vllm_version: None,
+        state: EngineState::Ready,
+        generation: 0,
+        revision: 0,
+        registered_at: unix_seconds(),
+        ttl: None,
+        ranks: BTreeMap::new(),
+        pulse: Arc::new(Mutex::new(Pulse::default())),
+    }
 }
 
-/// A registered engine.
-#[derive(Clone, Debug, Serialize)]
-pub struct EngineView {
-    /// Its id.
-    pub engine_id: String,
-    /// Its ranks in order.
-    pub ranks: Vec<Arc<RankView>>,
+/// Decides whether a record goes on with a life or begins one: a payload names memory of one
+/// process, so another payload of the same rank is another process.
+fn continue_life(record: &mut EngineRecord, known: Option<&EngineRecord>, state: &State) {
+    let place: Place = record.place();
+    let same_life = known.filter(|known| {
+        let restarted = |(rank, view): (&Rank, &Arc<RankView>)| {
+            record.ranks.get(rank).is_some_and(|new| new.payload != view.payload)
+        };
+        known.place() == place && !known.ranks.iter().any(restarted)
+    });
+    match same_life {
+        Some(known) => {
+            record.generation = known.generation;
+            record.registered_at = known.registered_at;
+            record.pulse = Arc::clone(&known.pulse);
+        }
+        None => {
+            record.generation = state.next_generation(&place);
+            record.registered_at = unix_seconds();
+            record.pulse = Arc::default();
+        }
+    }
 }
+
+fn receipt(record: &EngineRecord, created: bool, router_clock: f64) -> Receipt {
+    Receipt {
+        created,
+        revision: record.revision,
+        generation: record.generation,
+        ttl: record.ttl,
+        router_clock,
+    }
+}
+
+#[cfg(test)]
+mod model_tests;
+#[cfg(test)]
+mod tests;

@@ -95,7 +95,7 @@ mod tests {
     use crate::error::Stage;
 
     fn failure(broken: Broken, progress: Progress) -> UpstreamFailure {
-        UpstreamFailure { stage: Stage::Decode, broken, progress }
+        UpstreamFailure::new(Stage::Decode, broken, progress)
     }
 
     #[test]

@@ -15,10 +15,36 @@ pub struct Settings {
     pub probe: Probe,
     /// What happens around the hand-off.
     pub hand_off: HandOffPolicy,
+    /// Which engines are paired.
+    pub pairing: Pairing,
     /// Trying again on another engine.
     pub retry: Retry,
     /// Bounds on memory.
     pub limits: Limits,
+}
+
+/// Which engines are paired.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Pairing {
+    /// What becomes of pairs of which too little is known.
+    pub unknown: UnknownPairs,
+}
+
+impl Default for Pairing {
+    fn default() -> Self {
+        Self { unknown: UnknownPairs::Allow }
+    }
+}
+
+/// What becomes of pairs of which too little is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum UnknownPairs {
+    /// They are used.
+    Allow,
+    /// They are not.
+    Deny,
 }
 
 /// Trying a failed leg again on another engine.

@@ -17,6 +17,7 @@ use crate::lease::Lease;
 use crate::metrics::{Metrics, Outcome};
 use crate::pool::peer::InFlight;
 use crate::request::Endpoint;
+use crate::request_id::RequestId;
 use crate::splice::Spliced;
 use crate::upstream::body_broken;
 
@@ -53,6 +54,7 @@ impl Drop for Tally {
 
 /// The guards of one answer.
 pub(crate) struct Guards {
+    pub(crate) request_id: RequestId,
     pub(crate) in_flight: InFlight,
     pub(crate) lease: Option<Lease>,
     pub(crate) tally: Option<Tally>,
@@ -106,11 +108,23 @@ struct Live {
 struct Events {
     /// Events that may come before the first token, so before the blocks were read.
     before_token: usize,
+    /// The beginning of an event whose end has not come.
+    begun: Vec<u8>,
     tail: [u8; DONE.len()],
+}
+
+/// What an event stream says of the blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sight {
+    Nothing,
+    Token,
+    Failure,
 }
 
 const DONE: &[u8; 14] = b"data: [DONE]\n\n";
 const ERROR_EVENT: &[u8] = b"data: {\"error\"";
+/// An event longer than this holds a token.
+const LONGEST_BEGINNING: usize = 16 << 10;
 
 impl RelayBody {
     /// An answer that is already complete.
@@ -126,6 +140,7 @@ impl RelayBody {
                 // Chat streams begin with an event that only names the role.
                 Endpoint::ChatCompletions => 1,
             },
+            begun: Vec::new(),
             tail: [0; DONE.len()],
         });
         let silence = Box::pin(tokio::time::sleep(idle));
@@ -197,18 +212,14 @@ impl Live {
         }
         let Some(events) = &mut self.events else { return };
         events.remember(data);
-        if self.guards.lease.is_some() {
-            if memmem::find(data, ERROR_EVENT).is_some() {
-                // Under 200 this is how an engine says that it could not load the blocks.
-                self.guards.lease = None;
-            } else {
-                let seen = memmem::find_iter(data, b"data: ").count();
-                if seen > events.before_token {
-                    self.guards.was_read();
-                } else {
-                    events.before_token -= seen;
-                }
-            }
+        if self.guards.lease.is_none() {
+            return;
+        }
+        match events.look(data) {
+            Sight::Nothing => {}
+            Sight::Token => self.guards.was_read(),
+            // Under 200 this is how an engine says that it could not load the blocks.
+            Sight::Failure => self.guards.lease = None,
         }
     }
 
@@ -218,12 +229,13 @@ impl Live {
             self.guards.served();
             return None;
         }
-        let failure = UpstreamFailure { stage: Stage::Decode, broken, progress: Progress::Answering };
+        let failure = UpstreamFailure::new(Stage::Decode, broken, Progress::Answering);
         self.guards.metrics.upstream_failed(failure);
         self.guards.metrics.stream_broken();
         self.guards.in_flight.peer.failed(broken.label(), false);
         self.guards.broke();
         tracing::warn!(
+            request_id = self.guards.request_id.as_str(),
             peer = %self.guards.in_flight.peer.id,
             kind = broken.label(),
             "a decode engine broke off an answer"
@@ -244,6 +256,34 @@ impl Events {
             let from = self.tail.len() - data.len();
             self.tail[from..].copy_from_slice(data);
         }
+    }
+
+    /// Looks at the stream's next piece; called until it has said something.
+    fn look(&mut self, data: &[u8]) -> Sight {
+        self.begun.extend_from_slice(data);
+        let mut rest = self.begun.as_slice();
+        let mut sight = Sight::Nothing;
+        while let Some(end) = memmem::find(rest, b"\n\n") {
+            let event = &rest[..end];
+            rest = &rest[end + 2..];
+            if event.starts_with(ERROR_EVENT) {
+                sight = Sight::Failure;
+                break;
+            }
+            if !event.starts_with(b"data: ") {
+                continue;
+            }
+            if self.before_token == 0 {
+                sight = Sight::Token;
+                break;
+            }
+            self.before_token -= 1;
+        }
+        if sight == Sight::Nothing && rest.len() > LONGEST_BEGINNING {
+            sight = Sight::Token;
+        }
+        self.begun = if sight == Sight::Nothing { rest.to_vec() } else { Vec::new() };
+        sight
     }
 
     fn is_done(&self) -> bool {
@@ -272,7 +312,7 @@ mod tests {
 
     #[test]
     fn the_end_mark_is_known_across_chunks() {
-        let mut events = Events { before_token: 0, tail: [0; 14] };
+        let mut events = Events { before_token: 0, begun: Vec::new(), tail: [0; 14] };
         for chunk in [&b"data: {}\n\nda"[..], b"ta: [DO", b"NE]\n", b"\n"] {
             assert!(!events.is_done());
             events.remember(chunk);
@@ -280,6 +320,22 @@ mod tests {
         assert!(events.is_done());
         events.remember(b"x");
         assert!(!events.is_done());
+    }
+
+    #[test]
+    fn only_a_token_shows_that_the_blocks_were_read() {
+        let look = |before_token, pieces: &[&[u8]]| {
+            let mut events = Events { before_token, begun: Vec::new(), tail: [0; 14] };
+            pieces.iter().map(|piece| events.look(piece)).collect::<Vec<_>>()
+        };
+        let (nothing, token, failure) = (Sight::Nothing, Sight::Token, Sight::Failure);
+        assert_eq!(look(0, &[b"data: {\"id\":1}\n\n"]), [token]);
+        assert_eq!(look(1, &[b"data: {\"id\":1}\n\n", b"data: {}\n\n"]), [nothing, token]);
+        assert_eq!(look(1, &[b"data: {\"id\":1}\n\ndata: {}\n\n"]), [token]);
+        assert_eq!(look(0, &[b"data: ", b"{\"error\": {}}\n", b"\n"]), [nothing, nothing, failure]);
+        assert_eq!(look(1, &[b"data: {}\n\nda", b"ta: {\"error\":{}}\n\n"]), [nothing, failure]);
+        assert_eq!(look(0, &[b": keep-alive\n\n", b"data: {}\n\n"]), [nothing, token]);
+        assert_eq!(look(0, &[&[b'x'; LONGEST_BEGINNING + 1]]), [token]);
     }
 
     #[test]

@@ -15,9 +15,10 @@ use hyper::body::Incoming;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::{HttpConnector, HttpInfo};
 use hyper_util::rt::TokioTimer;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tokio_util::task::TaskTracker;
 
+use crate::connection::{Counting, Uses};
 use crate::error::{Broken, Progress, Stage, UpstreamFailure};
 use crate::pool::peer::Peer;
 use crate::request_id::{RequestId, X_REQUEST_ID};
@@ -41,10 +42,13 @@ const HOP_BY_HOP: [HeaderName; 8] = [
 const REMADE: [HeaderName; 4] =
     [header::HOST, header::CONTENT_LENGTH, header::EXPECT, header::ACCEPT_ENCODING];
 
+/// How soon a kept connection that the engine was closing for idleness fails.
+const STALE_WITHIN: Duration = Duration::from_secs(1);
+
 /// The data-path client.
 #[derive(Clone, Debug)]
 pub(crate) struct Upstream {
-    client: Client<HttpConnector, Spliced>,
+    client: Client<Counting, Spliced>,
     idle: Duration,
 }
 
@@ -82,6 +86,7 @@ impl Upstream {
         let mut connector = HttpConnector::new();
         connector.set_nodelay(true);
         connector.set_connect_timeout(Some(timeouts.connect));
+        let connector = Counting(connector);
         let client = Client::builder(Tracked(tasks))
             .pool_timer(TokioTimer::new())
             .timer(TokioTimer::new())
@@ -101,18 +106,31 @@ impl Upstream {
         head: Duration,
     ) -> Result<Response<Incoming>, UpstreamFailure> {
         let stage = leg.stage;
-        let failure = |broken, progress| UpstreamFailure { stage, broken, progress };
+        let failure = |broken, progress| UpstreamFailure::new(stage, broken, progress);
         let uri = leg.peer.uri(leg.path).map_err(|_| failure(Broken::Protocol, Progress::NotSent))?;
         let mut request = Request::new(leg.body);
         *request.method_mut() = leg.method;
         *request.uri_mut() = uri;
         *request.headers_mut() = leg.headers;
         leg.peer.authorize(request.headers_mut());
+        let sent = Instant::now();
         match timeout(head, self.client.request(request)).await {
-            Ok(Ok(response)) => Ok(response),
+            Ok(Ok(response)) => {
+                if let Some(uses) = response.extensions().get::<Uses>() {
+                    uses.count();
+                }
+                // No interim answer, redirect or invented status is an engine's to give: a redirect
+                // would send the client to an address of the fleet.
+                match response.status().as_u16() {
+                    200..=299 | 400..=599 => Ok(response),
+                    _ => Err(failure(Broken::Protocol, Progress::Answering)),
+                }
+            }
             Ok(Err(error)) => {
                 tracing::debug!(peer = %leg.peer.id, error = %error, source = ?error.source(), "exchange failed");
-                Err(classify(stage, &error))
+                let failure = classify(stage, &error);
+                // An engine that closes for idleness does so at once, not while it works.
+                Err(UpstreamFailure { stale: failure.stale && sent.elapsed() < STALE_WITHIN, ..failure })
             }
             Err(_) => Err(failure(Broken::Timeout, Progress::Sent)),
         }
@@ -128,7 +146,7 @@ impl Upstream {
         mut body: Incoming,
         limit: usize,
     ) -> Result<Bytes, UpstreamFailure> {
-        let failure = |broken| UpstreamFailure { stage, broken, progress: Progress::Answering };
+        let failure = |broken| UpstreamFailure::new(stage, broken, Progress::Answering);
         let announced = usize::try_from(body.size_hint().lower()).unwrap_or(usize::MAX);
         if announced > limit {
             return Err(failure(Broken::TooLarge));
@@ -168,18 +186,25 @@ pub(crate) fn body_broken(error: &hyper::Error) -> Broken {
 
 fn classify(stage: Stage, error: &hyper_util::client::legacy::Error) -> UpstreamFailure {
     if error.is_connect() {
-        return UpstreamFailure { stage, broken: Broken::Connect, progress: Progress::NotSent };
+        return UpstreamFailure::new(stage, Broken::Connect, Progress::NotSent);
     }
+    let mut uses = http::Extensions::new();
+    if let Some(connection) = error.connect_info() {
+        connection.get_extras(&mut uses);
+    }
+    let reused = uses.get::<Uses>().is_some_and(Uses::any);
     let mut source = error.source();
     while let Some(cause) = source {
         if let Some(cause) = cause.downcast_ref::<hyper::Error>() {
-            let broken = if cause.is_parse() { Broken::Protocol } else { Broken::Reset };
+            if cause.is_parse() {
+                return UpstreamFailure::new(stage, Broken::Protocol, Progress::Sent);
+            }
             let progress = if cause.is_canceled() { Progress::NotSent } else { Progress::Sent };
-            return UpstreamFailure { stage, broken, progress };
+            return UpstreamFailure { stage, broken: Broken::Reset, progress, stale: reused };
         }
         source = cause.source();
     }
-    UpstreamFailure { stage, broken: Broken::Reset, progress: Progress::Sent }
+    UpstreamFailure { stage, broken: Broken::Reset, progress: Progress::Sent, stale: reused }
 }
 
 /// Whether an engine runs on this host, by the two ends of the connection that its answer came on.
@@ -212,6 +237,8 @@ pub(crate) fn request_headers(client: &HeaderMap, request_id: &RequestId) -> Hea
 /// the request id is the router's to set.
 pub(crate) fn response_headers(headers: &mut HeaderMap) {
     strip_connection(headers);
+    headers.remove(header::LOCATION);
+    headers.remove(header::CONTENT_LOCATION);
     headers.remove(header::CONTENT_LENGTH);
     headers.remove(X_REQUEST_ID);
 }

@@ -4,6 +4,7 @@
 mod contract;
 mod operators;
 mod registry;
+mod registry_engines;
 mod requests;
 mod support;
 mod unread;

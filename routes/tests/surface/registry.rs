@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use crate::support::{Answer, Ask, Surface};
 
 const INVALID: &str = "invalid_request_error";
-const ENGINE: &str = "05128764-30d7-4145-ad5e-c0584e128e35";
+pub(crate) const ENGINE: &str = "05128764-30d7-4145-ad5e-c0584e128e35";
 
 fn vectors() -> Value {
     serde_json::from_str(include_str!("../../../tests/fixtures/vectors/handshake.json")).unwrap()
@@ -18,11 +18,11 @@ fn bytes(hex: &str) -> Vec<u8> {
 }
 
 /// The first frame that the captured engine answered.
-fn payload() -> Vec<u8> {
+pub(crate) fn payload() -> Vec<u8> {
     bytes(vectors()["captured_replies"][0]["frames_hex"][0].as_str().unwrap())
 }
 
-fn rank_path(engine: &str, pp_rank: &str, tp_rank: &str) -> String {
+pub(crate) fn rank_path(engine: &str, pp_rank: &str, tp_rank: &str) -> String {
     format!("/registry/v1/engines/{engine}/ranks/{pp_rank}/{tp_rank}")
 }
 

@@ -43,6 +43,22 @@ impl Surface {
         Self { router, proxy, _stop: stop.drop_guard() }
     }
 
+    /// The first so many events of an answer that does not end by itself.
+    pub(crate) async fn events(&self, ask: Ask, count: usize) -> Vec<Event> {
+        let response = self.router.clone().oneshot(ask.request).await.unwrap();
+        assert_eq!(
+            (response.status(), &response.headers()["content-type"]),
+            (StatusCode::OK, &"text/event-stream".parse().unwrap())
+        );
+        let mut body = response.into_body();
+        let mut text = String::new();
+        while text.matches("\n\n").count() < count {
+            let frame = tokio::time::timeout(Duration::from_secs(5), body.frame()).await.unwrap();
+            text.push_str(std::str::from_utf8(frame.unwrap().unwrap().data_ref().unwrap()).unwrap());
+        }
+        text.split("\n\n").filter(|event| !event.is_empty()).map(Event::parse).collect()
+    }
+
     pub(crate) async fn ask(&self, ask: Ask) -> Answer {
         let response = self.router.clone().oneshot(ask.request).await.unwrap();
         let (head, body) = response.into_parts();
@@ -50,6 +66,24 @@ impl Surface {
         let ids: Vec<_> = head.headers.get_all("x-request-id").iter().collect();
         assert_eq!(ids.len(), 1, "an answer carries exactly one request id");
         Answer { status: head.status, headers: head.headers, body }
+    }
+}
+
+/// One server-sent event.
+pub(crate) struct Event {
+    pub(crate) name: String,
+    pub(crate) id: u64,
+    pub(crate) data: Value,
+}
+
+impl Event {
+    fn parse(text: &str) -> Self {
+        let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim();
+        Self {
+            name: field("event:").to_owned(),
+            id: field("id:").parse().unwrap(),
+            data: serde_json::from_str(field("data:")).unwrap(),
+        }
     }
 }
 

@@ -64,6 +64,8 @@ pub(crate) struct CoreParts {
     pub(crate) registry: Option<Arc<RegistryClient>>,
     pub(crate) tracker: TaskTracker,
     pub(crate) stop: CancellationToken,
+    /// The origin of the engine's clock.
+    pub(crate) started: Instant,
 }
 
 /// One engine core.
@@ -109,7 +111,7 @@ impl Core {
             registry: parts.registry,
             tracker: parts.tracker,
             stop: parts.stop,
-            started: Instant::now(),
+            started: parts.started,
             requests: HashMap::new(),
             waiting: VecDeque::new(),
             running: Vec::new(),

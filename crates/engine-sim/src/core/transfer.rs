@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use kv_connector::handshake::RegistryClient;
 use kv_connector::scheduler::FinishStatus;
-use kv_connector::worker::{HandshakeFailure, HandshakeJob, RankReply, TransferResults};
+use kv_connector::worker::{ClockSample, HandshakeFailure, HandshakeJob, RankReply, TransferResults};
+use tokio::time::Instant;
 
 use super::request::{Output, State};
 use super::{Core, CoreDeath};
@@ -25,10 +26,11 @@ impl Core {
             let registry = self.registry.clone();
             let sender = self.handshake_sender.clone();
             let stop = self.stop.clone();
+            let started = self.started;
             self.tracker.spawn(async move {
                 let outcome = tokio::select! {
                     () = stop.cancelled() => return,
-                    outcome = shake_hands(job, registry) => outcome,
+                    outcome = shake_hands(job, registry, started) => outcome,
                 };
                 // A core that has ended needs no answer.
                 let _ = sender.send(outcome).await;
@@ -110,15 +112,25 @@ impl Core {
     }
 }
 
-async fn shake_hands(job: HandshakeJob, registry: Option<Arc<RegistryClient>>) -> HandshakeOutcome {
+async fn shake_hands(
+    job: HandshakeJob,
+    registry: Option<Arc<RegistryClient>>,
+    started: Instant,
+) -> HandshakeOutcome {
     let engine_id = job.engine_id;
     let Some(registry) = registry else {
         return HandshakeOutcome { engine_id, replies: Err(HandshakeFailure::UnknownEngine) };
     };
     let mut replies = Vec::with_capacity(job.ranks.len());
     for (pp_rank, tp_rank) in job.ranks {
+        let sent = started.elapsed();
         match registry.fetch(&engine_id, pp_rank, tp_rank).await {
-            Ok(payload) => replies.push(RankReply { pp_rank, tp_rank, payload, clock: None }),
+            Ok(fetched) => {
+                let received = started.elapsed();
+                let clock =
+                    fetched.clock.map(|clock| ClockSample { sent, received, remote_seconds: clock.seconds });
+                replies.push(RankReply { pp_rank, tp_rank, payload: fetched.payload, clock });
+            }
             Err(error) => {
                 tracing::warn!(peer = engine_id, %error, "handshake payload not available");
                 return HandshakeOutcome { replies: Err(error.into()), engine_id };

@@ -1,6 +1,7 @@
 //! The endpoints that generate nothing: models, health, version, metrics, tokenising, embeddings.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::body::Body;
@@ -33,9 +34,11 @@ pub(super) async fn models(State(shared): State<Arc<Shared>>) -> Response {
     json_response(StatusCode::OK, json!({"object": "list", "data": [card]}).to_string())
 }
 
+/// An engine that shakes hands over HTTP is still starting until the registry has its payload: before
+/// that, nobody could pull from it.
 pub(super) async fn health(State(shared): State<Arc<Shared>>) -> Response {
     let mut response = Response::new(Body::empty());
-    if shared.is_dead() {
+    if shared.is_dead() || !shared.known.load(Ordering::Relaxed) {
         *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
     }
     response

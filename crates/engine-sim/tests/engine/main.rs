@@ -6,6 +6,7 @@ mod faults;
 mod handoff;
 mod leases;
 mod refusals;
+mod registration;
 mod shapes;
 mod single;
 mod storm;

@@ -4,9 +4,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Router;
 use axum::extract::{Path, State};
-use axum::routing::put;
+use axum::routing::{get, post as post_to, put};
+use axum::{Json, Router};
 use bytes::Bytes;
 use engine_sim::{Engine, EngineConfig, EngineStats, Generation, LoadFailurePolicy, Role};
 use http::StatusCode;
@@ -18,9 +18,88 @@ use tokio_util::task::TaskTracker;
 
 type Payloads = Arc<Mutex<HashMap<(String, u32, u32), Bytes>>>;
 
+/// What the engines told the registry besides their payloads.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Told {
+    Registration(Value),
+    Heartbeat(Value),
+    Departure,
+}
+
+#[derive(Clone, Default)]
+struct Book {
+    payloads: Payloads,
+    told: Arc<Mutex<Vec<Told>>>,
+}
+
 pub(crate) struct Registry {
     pub(crate) url: url::Url,
     pub(crate) payloads: Payloads,
+    pub(crate) told: Arc<Mutex<Vec<Told>>>,
+}
+
+#[derive(serde::Deserialize)]
+struct RankBody {
+    pp_rank: u32,
+    tp_rank: u32,
+    payload: RawBytes,
+}
+
+/// The bytes of msgpack, which a plain list of numbers is not.
+struct RawBytes(Bytes);
+
+impl<'de> serde::Deserialize<'de> for RawBytes {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visitor;
+        impl serde::de::Visitor<'_> for Visitor {
+            type Value = RawBytes;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("bytes")
+            }
+            fn visit_bytes<E>(self, bytes: &[u8]) -> Result<RawBytes, E> {
+                Ok(RawBytes(Bytes::copy_from_slice(bytes)))
+            }
+        }
+        deserializer.deserialize_bytes(Visitor)
+    }
+}
+
+#[derive(serde::Deserialize)]
+struct RegisterBody {
+    ranks: Vec<RankBody>,
+    #[serde(flatten)]
+    rest: Map<String, Value>,
+}
+
+async fn register(State(book): State<Book>, Path(engine): Path<String>, body: Bytes) -> Json<Value> {
+    let body: RegisterBody = rmp_serde::from_slice(&body).unwrap();
+    for rank in body.ranks {
+        book.payloads.lock().insert((engine.clone(), rank.pp_rank, rank.tp_rank), rank.payload.0);
+    }
+    book.told.lock().push(Told::Registration(Value::Object(body.rest)));
+    Json(json!({"revision": 1, "router_clock": 0.5}))
+}
+
+async fn heartbeat(
+    State(book): State<Book>,
+    Path(engine): Path<String>,
+    body: Bytes,
+) -> Result<Json<Value>, StatusCode> {
+    if !book.payloads.lock().contains_key(&(engine, 0, 0)) {
+        return Err(StatusCode::NOT_FOUND);
+    }
+    book.told.lock().push(Told::Heartbeat(rmp_serde::from_slice(&body).unwrap()));
+    Ok(Json(json!({"revision": 1, "router_clock": 1.5})))
+}
+
+async fn leave(State(book): State<Book>, Path(engine): Path<String>) -> StatusCode {
+    book.payloads.lock().retain(|(known, _, _), _| *known != engine);
+    book.told.lock().push(Told::Departure);
+    StatusCode::NO_CONTENT
+}
+
+async fn fetch(State(book): State<Book>, Path(key): Path<(String, u32, u32)>) -> Result<Bytes, StatusCode> {
+    book.payloads.lock().get(&key).cloned().ok_or(StatusCode::NOT_FOUND)
 }
 
 impl Registry {
@@ -30,22 +109,21 @@ impl Registry {
     }
 
     pub(crate) fn on(listener: TcpListener, tracker: &TaskTracker) -> Self {
-        let payloads = Payloads::default();
+        let book = Book::default();
         let url = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
         let app = Router::new()
-            .route(
-                "/registry/v1/engines/{engine}/ranks/{pp}/{tp}",
-                put(|State(all): State<Payloads>, Path(key): Path<(String, u32, u32)>, body: Bytes| async move {
-                    all.lock().insert(key, body);
-                    StatusCode::NO_CONTENT
-                })
-                .get(|State(all): State<Payloads>, Path(key): Path<(String, u32, u32)>| async move {
-                    all.lock().get(&key).cloned().ok_or(StatusCode::NOT_FOUND)
-                }),
-            )
-            .with_state(Arc::clone(&payloads));
+            .route("/registry/v1/engines/{engine}", put(register).delete(leave))
+            .route("/registry/v1/engines/{engine}/heartbeat", post_to(heartbeat))
+            .route("/registry/v1/engines/{engine}/ranks/{pp}/{tp}", get(fetch))
+            .with_state(book.clone());
         tracker.spawn(async move { axum::serve(listener, app).await });
-        Self { url, payloads }
+        Self { url, payloads: book.payloads, told: book.told }
+    }
+
+    /// The first thing told that fits.
+    pub(crate) async fn hears(&self, what: &str, fits: impl Fn(&Told) -> bool) -> Told {
+        eventually(what, || self.told.lock().iter().any(&fits)).await;
+        self.told.lock().iter().find(|told| fits(told)).cloned().unwrap()
     }
 
     pub(crate) async fn knows(&self, engine_id: &str) {

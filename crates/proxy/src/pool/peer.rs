@@ -5,14 +5,23 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use arc_swap::ArcSwap;
 use http::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use http::uri::{Authority, PathAndQuery, Scheme, Uri};
 use kv_connector::protocol::params::Generation;
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
+use tokio::time::Instant;
 
+use super::pairing::Identity;
 use crate::error::Stage;
+
+/// Most engine ids that are remembered of one peer: its data-parallel ranks, and some restarts.
+const MAX_ENGINE_IDS: usize = 256;
+
+/// Longest lease that makes sense; also keeps deadlines within what clocks can hold.
+const MAX_LEASE: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// Most engines that are remembered as met; far more than a fleet has at a time.
 const MAX_MET: usize = 4096;
@@ -105,6 +114,9 @@ impl PeerSpec {
     /// # Errors
     /// Why not.
     pub fn check(&self) -> Result<(), PeerSpecError> {
+        if let Some(name) = &self.name {
+            super::checked_name(name)?;
+        }
         Peer::new(String::new(), self.clone()).map(|_| ())
     }
 }
@@ -133,12 +145,25 @@ pub enum PeerSpecError {
         /// What was given.
         name: String,
     },
+    /// `kv_host` or `kv_port` is no address.
+    #[error("kv_host must be a host name or an IP address, and kv_port not 0")]
+    SideChannel,
+    /// `lease` is out of range.
+    #[error("lease must be more than 0 and at most 7 days")]
+    Lease,
     /// Another peer has this name or this role and URL.
     #[error("a peer with the same name or the same role and url exists: {id}")]
     Exists {
         /// The id of the other peer.
         id: String,
     },
+}
+
+fn is_host(host: &str) -> bool {
+    let bare = host.trim_start_matches('[').trim_end_matches(']');
+    let name = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'-' | b'_');
+    bare.parse::<std::net::IpAddr>().is_ok()
+        || (!host.is_empty() && host.len() <= 253 && host.bytes().all(name))
 }
 
 /// What was learnt about a peer.
@@ -200,9 +225,12 @@ pub(crate) struct Peer {
     prefix: String,
     replaced_authorization: Option<HeaderValue>,
     in_flight: AtomicUsize,
+    probed: Mutex<Option<Instant>>,
     /// Prefill engines that this decode engine has read from; emptied when it may have restarted.
     met: RwLock<HashSet<String>>,
     pub(crate) observed: RwLock<Observed>,
+    /// What the registry says of it; made anew when the registry changes.
+    pub(crate) identity: ArcSwap<Identity>,
 }
 
 impl Peer {
@@ -227,6 +255,12 @@ impl Peer {
             }
             Authorization::Forward | Authorization::None => None,
         };
+        if spec.kv_host.as_deref().is_some_and(|host| !is_host(host)) || spec.kv_port == Some(0) {
+            return Err(PeerSpecError::SideChannel);
+        }
+        if spec.lease.is_some_and(|lease| lease.is_zero() || lease > MAX_LEASE) {
+            return Err(PeerSpecError::Lease);
+        }
         let prefix = uri.path().trim_end_matches('/').to_owned();
         let observed = Observed { generation: spec.generation, ..Observed::default() };
         Ok(Self {
@@ -237,8 +271,10 @@ impl Peer {
             prefix,
             replaced_authorization,
             in_flight: AtomicUsize::new(0),
+            probed: Mutex::default(),
             met: RwLock::default(),
             observed: RwLock::new(observed),
+            identity: ArcSwap::default(),
         })
     }
 
@@ -261,6 +297,11 @@ impl Peer {
         self.authority.host().trim_start_matches('[').trim_end_matches(']')
     }
 
+    /// A common mistake: the engines' API paths already begin with `/v1`.
+    pub(crate) fn ends_in_v1(&self) -> bool {
+        self.prefix.ends_with("/v1")
+    }
+
     /// Applies the peer's policy to the client's `Authorization`.
     pub(crate) fn authorize(&self, headers: &mut HeaderMap) {
         match self.spec.authorization {
@@ -276,12 +317,23 @@ impl Peer {
         }
     }
 
+    /// Remembers when it was probed last.
+    pub(crate) fn probed_at(&self, now: Instant) {
+        *self.probed.lock() = Some(now);
+    }
+
+    /// Whether its last probe is so long ago.
+    pub(crate) fn is_due(&self, now: Instant, interval: Duration) -> bool {
+        self.probed.lock().is_none_or(|last| now.saturating_duration_since(last) >= interval)
+    }
+
     pub(crate) fn is_ready(&self) -> bool {
         self.observed.read().state == PeerState::Ready
     }
 
+    /// The connector generation: the operator's word, else the registry's, else by its version.
     pub(crate) fn generation(&self) -> Option<Generation> {
-        self.observed.read().generation
+        self.spec.generation.or(self.identity.load().generation).or(self.observed.read().generation)
     }
 
     pub(crate) fn serves(&self, model: &str) -> bool {
@@ -292,12 +344,16 @@ impl Peer {
         self.in_flight.load(Ordering::Relaxed)
     }
 
-    /// Remembers the engine id that a hand-off of this peer named.
-    pub(crate) fn saw_engine(&self, engine_id: &str) {
+    /// Remembers the engine id that a hand-off of this peer named; whether it is a new one.
+    pub(crate) fn saw_engine(&self, engine_id: &str) -> bool {
         if self.observed.read().engine_ids.contains(engine_id) {
-            return;
+            return false;
         }
-        self.observed.write().engine_ids.insert(engine_id.to_owned());
+        let mut observed = self.observed.write();
+        if observed.engine_ids.len() >= MAX_ENGINE_IDS {
+            observed.engine_ids.clear();
+        }
+        observed.engine_ids.insert(engine_id.to_owned())
     }
 
     /// Remembers that this decode engine has read from that prefill engine.
@@ -340,16 +396,19 @@ impl Peer {
     }
 
     pub(crate) fn view(&self) -> PeerView {
+        let generation = self.generation();
         let observed = self.observed.read();
+        let mut engine_ids = self.identity.load().engine_ids.clone();
+        engine_ids.extend(observed.engine_ids.iter().cloned());
         PeerView {
             id: self.id.clone(),
             role: self.spec.role,
             url: self.spec.url.clone(),
             state: observed.state,
-            generation: observed.generation,
+            generation,
             version: observed.version.clone(),
             models: observed.models.iter().map(|served| served.id.clone()).collect(),
-            engine_ids: observed.engine_ids.iter().cloned().collect(),
+            engine_ids: engine_ids.into_iter().collect(),
             in_flight: self.in_flight(),
             authorization: self.spec.authorization,
             last_error: observed.last_error.clone(),
@@ -386,7 +445,7 @@ pub struct PeerView {
     pub version: Option<String>,
     /// Ids of the models that it lists.
     pub models: Vec<String>,
-    /// Engine ids that its hand-offs named.
+    /// Engine ids that the registry or its hand-offs named.
     pub engine_ids: Vec<String>,
     /// Exchanges in flight.
     pub in_flight: usize,

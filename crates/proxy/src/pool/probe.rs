@@ -21,20 +21,27 @@ use crate::upstream::{Leg, Upstream, own_headers};
 /// Largest model list or version that a probe reads, in bytes.
 const PROBE_LIMIT: usize = 4 << 20;
 
+/// How often an engine that is not ready is looked at, at most: one that starts or comes back should
+/// not wait for a whole interval.
+const SOON: Duration = Duration::from_millis(500);
+
 /// Starts the probing task; it ends with the core's stop token.
 pub(crate) fn watch(core: Arc<Core>) {
     let tasks = core.tasks.clone();
     tasks.spawn(async move {
-        let mut pause = tokio::time::interval(core.settings.probe.interval);
+        let interval = core.settings.probe.interval;
+        let mut pause = tokio::time::interval(interval.min(SOON));
         pause.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
-            tokio::select! {
+            let now = tokio::select! {
                 () = core.stop.cancelled() => return,
-                _ = pause.tick() => {}
-            }
+                now = pause.tick() => now,
+            };
             core.ledger.sweep();
             for peer in core.pool.all() {
-                probe_soon(&core, peer);
+                if !peer.is_ready() || peer.is_due(now, interval) {
+                    probe_soon(&core, peer);
+                }
             }
         }
     });
@@ -44,6 +51,7 @@ pub(crate) fn watch(core: Arc<Core>) {
 pub(crate) fn probe_soon(core: &Arc<Core>, peer: Arc<Peer>) {
     let tasks = core.tasks.clone();
     let core = Arc::clone(core);
+    peer.probed_at(tokio::time::Instant::now());
     tasks.spawn(async move {
         tokio::select! {
             () = core.stop.cancelled() => {}
@@ -56,6 +64,7 @@ pub(crate) fn probe_soon(core: &Arc<Core>, peer: Arc<Peer>) {
 async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) {
     let looked = tokio::time::timeout(settings.timeout, look(peer, upstream)).await;
     let outcome = looked.unwrap_or(Err(Unwell::Silent));
+    let unwell = outcome.as_ref().err().map(|unwell| (unwell.to_string(), unwell.is_refusal()));
     let mut observed = peer.observed.write();
     let before = observed.state;
     match outcome {
@@ -74,19 +83,30 @@ async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) {
             if before != PeerState::Ready || !overlooked {
                 observed.state = PeerState::Unreachable;
             }
-            observed.last_error = Some(PeerFault::now(unwell.to_string()));
+            let hint = if peer.ends_in_v1() { " (its url should not end in /v1)" } else { "" };
+            // What an engine says while it starts is no error.
+            if before == PeerState::Ready || unwell.is_refusal() || observed.silent >= settings.patience {
+                observed.last_error = Some(PeerFault::now(format!("{unwell}{hint}")));
+            }
         }
     }
-    let now = observed.state;
+    let (now, in_a_row) = (observed.state, observed.silent);
     drop(observed);
     if before != now {
         peer.forget_met();
-        let (role, url) = (peer.spec.role.stage().label(), &peer.spec.url);
-        if now == PeerState::Ready {
+    }
+    let (role, url) = (peer.spec.role.stage().label(), &peer.spec.url);
+    let Some((reason, refused)) = unwell else {
+        if before != now {
             tracing::info!(peer = %peer.id, role, %url, "an engine is ready");
-        } else {
-            tracing::warn!(peer = %peer.id, role, %url, "an engine does not answer its probes");
         }
+        return;
+    };
+    // An engine that was never ready may be starting: that is said once, when it has had its time.
+    let starting = before != PeerState::Ready && !refused;
+    let news = if starting { in_a_row == settings.patience } else { before != now };
+    if news && now == PeerState::Unreachable {
+        tracing::warn!(peer = %peer.id, role, %url, reason, "an engine is not usable by its probes");
     }
 }
 
@@ -108,6 +128,10 @@ enum Unwell {
 }
 
 impl Unwell {
+    fn is_refusal(&self) -> bool {
+        matches!(self, Self::Broken(failure) if failure.broken == Broken::Connect)
+    }
+
     /// Slowness, of the engine or of this machine, rather than a word that the engine is gone.
     fn is_silence(&self) -> bool {
         match self {

@@ -1,0 +1,230 @@
+//! The bodies that engines send and get, in JSON with base64 or in msgpack with the bytes.
+//! Strict: a field that is not known here is refused by its name.
+
+use std::fmt;
+use std::io::Cursor;
+
+use axum::body::Bytes;
+use axum::extract::Request;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use kvbaton_proxy::{
+    AboutEngine, ClockReading, Echo, EngineRole, EngineState, EngineView, Heartbeat, RankPayload,
+    Registration,
+};
+use serde::de::{self, DeserializeOwned, Deserializer, Visitor};
+use serde::{Deserialize, Serialize, Serializer};
+
+use super::accept::{JSON, MSGPACK, body_type};
+use crate::error::RouteError;
+use crate::extract::{BodyBound, check_not_encoded, parse_json, read_body};
+
+/// Reads a body of either form.
+pub(super) async fn read_structured<T: DeserializeOwned>(
+    request: Request,
+    bound: BodyBound,
+) -> Result<T, RouteError> {
+    let (parts, body) = request.into_parts();
+    let is =
+        |media_type: &str| body_type(&parts.headers).is_some_and(|is| is.eq_ignore_ascii_case(media_type));
+    let (json, msgpack) = (is(JSON), is(MSGPACK));
+    if !json && !msgpack {
+        return Err(RouteError::ContentType { expected: "application/json or application/msgpack" });
+    }
+    check_not_encoded(&parts.headers)?;
+    let bytes = read_body(&parts.headers, body, bound).await?;
+    if json { Ok(parse_json(&bytes)?) } else { parse_msgpack(&bytes) }
+}
+
+fn parse_msgpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, RouteError> {
+    let mut reader = rmp_serde::Deserializer::new(Cursor::new(bytes));
+    let value = serde_path_to_error::deserialize(&mut reader).map_err(|error| {
+        let path = Some(error.path().to_string()).filter(|path| path != "." && path != "?");
+        RouteError::Msgpack { path, what: error.into_inner().to_string() }
+    })?;
+    if reader.get_ref().position() != bytes.len() as u64 {
+        return Err(RouteError::Msgpack { path: None, what: "bytes follow the value".to_owned() });
+    }
+    Ok(value)
+}
+
+/// An engine with its ranks.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct RegisterBody {
+    base_url: Option<String>,
+    role: Option<EngineRole>,
+    model: Option<String>,
+    dp_rank: Option<u32>,
+    vllm_version: Option<String>,
+    #[serde(default)]
+    state: EngineState,
+    ttl_seconds: Option<f64>,
+    clock: Option<f64>,
+    ranks: Option<Vec<RankBody>>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RankBody {
+    pp_rank: u32,
+    tp_rank: u32,
+    payload: Payload,
+}
+
+impl RegisterBody {
+    pub(super) fn into_registration(self, engine_id: String) -> Registration {
+        let rank = |RankBody { pp_rank, tp_rank, payload: Payload(payload) }| RankPayload {
+            pp_rank,
+            tp_rank,
+            payload,
+        };
+        Registration {
+            engine_id,
+            base_url: self.base_url,
+            role: self.role,
+            model: self.model,
+            dp_rank: self.dp_rank.unwrap_or(0),
+            vllm_version: self.vllm_version,
+            state: self.state,
+            ttl_seconds: self.ttl_seconds,
+            clock: self.clock,
+            ranks: self.ranks.map(|ranks| ranks.into_iter().map(rank).collect()),
+        }
+    }
+}
+
+/// A sign of life.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct HeartbeatBody {
+    state: Option<EngineState>,
+    clock: Option<f64>,
+    echo: Option<EchoBody>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct EchoBody {
+    router_clock: f64,
+    received: f64,
+}
+
+impl From<HeartbeatBody> for Heartbeat {
+    fn from(body: HeartbeatBody) -> Self {
+        let echo = body.echo.map(|EchoBody { router_clock, received }| Echo { router_clock, received });
+        Self { state: body.state, clock: body.clock, echo }
+    }
+}
+
+/// Bytes, or their base64 where the form has no bytes.
+#[derive(Debug)]
+struct Payload(Bytes);
+
+impl<'de> Deserialize<'de> for Payload {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(PayloadVisitor)
+    }
+}
+
+struct PayloadVisitor;
+
+impl Visitor<'_> for PayloadVisitor {
+    type Value = Payload;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("bytes, in JSON as base64")
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<Payload, E> {
+        let bytes = STANDARD.decode(text).map_err(|error| E::custom(format_args!("not base64: {error}")))?;
+        Ok(Payload(bytes.into()))
+    }
+
+    fn visit_bytes<E: de::Error>(self, bytes: &[u8]) -> Result<Payload, E> {
+        Ok(Payload(Bytes::copy_from_slice(bytes)))
+    }
+
+    fn visit_byte_buf<E: de::Error>(self, bytes: Vec<u8>) -> Result<Payload, E> {
+        Ok(Payload(bytes.into()))
+    }
+}
+
+/// An engine with the payloads of all its ranks, as peers get it.
+#[derive(Debug, Serialize)]
+pub(super) struct EnginePayloads<'a> {
+    #[serde(flatten)]
+    about: &'a AboutEngine,
+    clock: Option<ClockReading>,
+    ranks: Vec<RankPayloadView<'a>>,
+}
+
+#[derive(Debug, Serialize)]
+struct RankPayloadView<'a> {
+    pp_rank: u32,
+    tp_rank: u32,
+    #[serde(serialize_with = "as_bytes")]
+    payload: &'a [u8],
+}
+
+fn as_bytes<S: Serializer>(bytes: &&[u8], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_bytes(bytes)
+}
+
+impl<'a> EnginePayloads<'a> {
+    pub(super) fn new(view: &'a EngineView) -> Self {
+        let ranks = view.ranks.iter();
+        let ranks = ranks.map(|rank| RankPayloadView {
+            pp_rank: rank.pp_rank,
+            tp_rank: rank.tp_rank,
+            payload: &rank.payload,
+        });
+        Self { about: &view.about, clock: view.clock, ranks: ranks.collect() }
+    }
+
+    pub(super) fn encode(&self) -> Result<Vec<u8>, RouteError> {
+        rmp_serde::to_vec_named(self).map_err(|error| {
+            tracing::error!(%error, "an engine cannot be written");
+            RouteError::Unexpected
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn msgpack(value: &serde_json::Value) -> Vec<u8> {
+        rmp_serde::to_vec_named(value).unwrap()
+    }
+
+    #[test]
+    fn a_field_that_is_not_known_is_named_in_either_form() {
+        let value = serde_json::json!({"model": "m", "rolle": "prefill"});
+        let json = parse_json::<RegisterBody>(value.to_string().as_bytes()).unwrap_err();
+        assert!(json.what.contains("`rolle`"), "{}", json.what);
+        let Err(RouteError::Msgpack { what, .. }) = parse_msgpack::<RegisterBody>(&msgpack(&value)) else {
+            panic!("taken");
+        };
+        assert!(what.contains("`rolle`"), "{what}");
+    }
+
+    #[test]
+    fn a_payload_that_is_not_base64_is_found() {
+        let body = br#"{"ranks": [{"pp_rank": 0, "tp_rank": 0, "payload": "?"}]}"#;
+        let fault = parse_json::<RegisterBody>(body).unwrap_err();
+        assert_eq!(fault.path.as_deref(), Some("ranks[0].payload"));
+    }
+
+    #[test]
+    fn msgpack_ends_where_it_ends() {
+        let mut bytes = msgpack(&serde_json::json!({"state": "draining", "clock": 7}));
+        let heartbeat: HeartbeatBody = parse_msgpack(&bytes).unwrap();
+        let expected = Heartbeat { state: Some(EngineState::Draining), clock: Some(7.0), echo: None };
+        assert_eq!(Heartbeat::from(heartbeat), expected);
+        bytes.push(0xc0);
+        assert!(matches!(parse_msgpack::<HeartbeatBody>(&bytes), Err(RouteError::Msgpack { .. })));
+        let cut = &bytes[..bytes.len() - 2];
+        assert!(matches!(parse_msgpack::<HeartbeatBody>(cut), Err(RouteError::Msgpack { .. })));
+    }
+}
