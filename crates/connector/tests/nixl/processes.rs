@@ -1,5 +1,6 @@
 //! Two processes with agents of this crate: bytes, notifications, and what a killed peer leaves.
 
+use kv_connector::transport::nixl::{LibrarySource, NixlError, NixlLibrary};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
@@ -126,6 +127,14 @@ fn a_killed_reader_leaves_its_source_unharmed() {
     let heard = source.ask(json!({"do": "take", "count": 2, "seconds": 2}));
     let last = heard["notifications"].as_array().unwrap().last().unwrap();
     assert_eq!(last[0], json!(d.name));
+}
+
+/// Here and not beside the code, because a process that has loaded NIXL refuses any other library.
+#[test]
+fn a_file_that_is_no_library_is_not_taken_for_one() {
+    let source = LibrarySource::Path(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml").into());
+    let error = NixlLibrary::load(&source).unwrap_err();
+    assert!(matches!(error, NixlError::NotAvailable { .. }), "{error}");
 }
 
 #[test]

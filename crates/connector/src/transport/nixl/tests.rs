@@ -64,8 +64,6 @@ fn a_missing_library_is_said_with_the_line_that_installs_it() {
         assert!(text.starts_with("NIXL not available: "), "{text}");
         assert!(text.contains("pip install --no-deps nixl-cu12==1.5.1"), "{text}");
     }
-    let unloadable = LibrarySource::Path(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml").into());
-    assert!(matches!(NixlLibrary::load(&unloadable), Err(NixlError::NotAvailable { .. })));
 }
 
 #[test]
