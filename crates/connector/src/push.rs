@@ -39,7 +39,7 @@ impl<T> Default for ByRequest<T> {
 
 impl<T> ByRequest<T> {
     fn insert(&mut self, request: String, entry: T) {
-        let base = base_request_id(&request).to_owned();
+        let base = base_request_id(&request).into_owned();
         if self.entries.insert(request.clone(), entry).is_none() {
             self.same_base.entry(base).or_default().push_back(request);
         }
@@ -48,10 +48,10 @@ impl<T> ByRequest<T> {
     fn remove(&mut self, request: &str) -> Option<T> {
         let entry = self.entries.remove(request)?;
         let base = base_request_id(request);
-        if let Some(ids) = self.same_base.get_mut(base) {
+        if let Some(ids) = self.same_base.get_mut(base.as_ref()) {
             ids.retain(|id| id != request);
             if ids.is_empty() {
-                self.same_base.remove(base);
+                self.same_base.remove(base.as_ref());
             }
         }
         Some(entry)
@@ -61,7 +61,7 @@ impl<T> ByRequest<T> {
         let id = if self.entries.contains_key(request) {
             request.to_owned()
         } else {
-            self.same_base.get(base_request_id(request))?.front()?.clone()
+            self.same_base.get(base_request_id(request).as_ref())?.front()?.clone()
         };
         self.remove(&id).map(|entry| (id, entry))
     }

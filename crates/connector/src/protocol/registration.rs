@@ -2,6 +2,8 @@
 //!
 //! A prefix and a msgpack map in fixed order. Which prefill it means is found by request id.
 
+use std::borrow::Cow;
+
 use super::msgpack::{DecodeError, Reader, Value, Writer};
 
 /// What an announcement begins with.
@@ -146,10 +148,15 @@ fn decode_groups(r: &mut Reader<'_>) -> Result<Vec<Vec<u64>>, DecodeError> {
 }
 
 /// The request id without the `-` and eight hex digits that an engine appends to it.
-pub fn base_request_id(request: &str) -> &str {
-    match request.rsplit_once('-') {
-        Some((base, suffix)) if suffix.len() == 8 && suffix.bytes().all(|b| b.is_ascii_hexdigit()) => base,
-        _ => request,
+///
+/// One newline at the end does not hide the digits and stays, as with the `$` of vLLM's pattern.
+pub fn base_request_id(request: &str) -> Cow<'_, str> {
+    let line = request.strip_suffix('\n').unwrap_or(request);
+    match line.rsplit_once('-') {
+        Some((base, suffix)) if suffix.len() == 8 && suffix.bytes().all(|b| b.is_ascii_hexdigit()) => {
+            if line.len() == request.len() { base.into() } else { format!("{base}\n").into() }
+        }
+        _ => request.into(),
     }
 }
 

@@ -14,13 +14,15 @@ pub(super) fn clip(
     Ok(clip_groups(config, groups))
 }
 
-/// As [`clip`] for the blocks of one step, of which no state can be told yet.
+/// As [`clip`] for the blocks of one step, of which no state can be told yet; a step may bring none.
 pub(super) fn clip_windows(
     config: &SchedulerConfig,
     request: &str,
     groups: Vec<Vec<u64>>,
 ) -> Result<Vec<Vec<u64>>, EngineFatal> {
-    check_groups(config, request, &groups)?;
+    if !groups.is_empty() {
+        check_groups(config, request, &groups)?;
+    }
     Ok(clipped(config, groups, false))
 }
 

@@ -3,7 +3,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::golden::{list, vectors};
+use crate::golden::{groups, list, vectors};
 use crate::protocol::params::BlockIds;
 
 const NOW: ClockTime = Duration::from_secs(1000);
@@ -278,6 +278,38 @@ fn sliding_windows_and_state_space_groups_are_clipped() {
     ids.remove(2);
     assert_eq!(clip(&config, "r", [&ids[..2], &[vec![9]], &ids[2..]].concat()).unwrap(), ids);
     assert_eq!(GroupClip::sliding_window(32, 16), GroupClip::SlidingWindow { blocks: 3 });
+}
+
+#[test]
+fn clipping_equals_vllm() {
+    let vectors = vectors("topology_v032.json");
+    let cases = list(&vectors["descriptor_cases"]).iter();
+    let cases: Vec<_> = cases.filter(|case| case["kind"] == "get_exchange_clipped_blocks").collect();
+    assert_eq!(cases.len(), 4);
+    for case in cases {
+        let input = &case["in"];
+        let small = |value: &Value| usize::try_from(value.as_u64().unwrap()).unwrap();
+        let mut config = SchedulerConfig::new(Generation::V14, "e", "h", 1);
+        config.hybrid_allocator = input["is_hma_required"].as_bool().unwrap();
+        config.groups = list(&input["blocks_per_sw"])
+            .iter()
+            .zip(list(&input["ssm_spec_blocks"]))
+            .map(|(window, scratch)| match (small(window), scratch) {
+                (0, Value::Null) => GroupClip::Full,
+                (0, scratch) => GroupClip::StateSpace { scratch_blocks: small(scratch) },
+                (blocks, _) => GroupClip::SlidingWindow { blocks },
+            })
+            .collect();
+        let ids = groups(&input["block_ids"]);
+        assert_eq!(clip::clip_groups(&config, ids.clone()), groups(&case["out"]), "{input}");
+        if ids.is_empty() {
+            // A step may bring no blocks; a receive without any would load nothing.
+            assert_eq!(clip::clip_windows(&config, "r", ids.clone()).unwrap(), groups(&case["out"]));
+            assert!(clip(&config, "r", ids).is_err());
+        } else {
+            assert_eq!(clip(&config, "r", ids).unwrap(), groups(&case["out"]), "{input}");
+        }
+    }
 }
 
 #[test]

@@ -23,6 +23,7 @@ mod received;
 mod scheduler;
 mod support;
 mod table;
+mod vectors;
 mod widths;
 mod worker;
 

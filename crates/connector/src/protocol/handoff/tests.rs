@@ -2,7 +2,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::golden::{list, vectors};
+use crate::golden::{list, strings, vectors};
 use crate::protocol::params::KvTransferParams;
 
 fn valid() -> Value {
@@ -46,6 +46,26 @@ fn the_router_accepts_and_refuses_what_the_vectors_say() {
             assert_eq!(serde_json::to_value(&handoff.remote_block_ids).unwrap(), json["remote_block_ids"]);
             assert_eq!(handoff.remote_num_tokens, json["remote_num_tokens"].as_u64());
             assert_eq!(handoff.generation == Generation::V2, case["name"] == "v2_shape_flat_block_ids");
+        }
+    }
+}
+
+#[test]
+fn what_a_dialect_requires_is_required_and_every_known_field_has_its_type() {
+    let vectors = vectors("kv_transfer_params.json");
+    for dialect in ["v2_pull", "v14_pull", "v14_push"] {
+        let required = strings(&vectors["required_by_dialect"][dialect]);
+        assert!(required.len() >= 6, "{dialect}");
+        for field in required {
+            assert!(parse(&without(&field)).is_err(), "{dialect}: {field}");
+        }
+    }
+    let types = vectors["types"].as_object().unwrap();
+    assert_eq!(types.len(), 14);
+    for (field, spec) in types {
+        assert!(parse(&with(field, json!({"of": "another type"}))).is_err(), "{field}");
+        if spec.as_str().unwrap().contains("optional") {
+            assert!(parse(&without(field)).is_ok(), "{field}");
         }
     }
 }

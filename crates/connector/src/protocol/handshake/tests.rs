@@ -75,6 +75,12 @@ fn clock_frames_equal_vllm() {
             assert_eq!(encode_clock(seconds), unhex(&case["hex"]));
         }
     }
+    let newer = vectors("msgpack_v032.json");
+    let frames: Vec<_> = list(&newer["cases"]).iter().filter(|case| case["kind"] == "clock_frame").collect();
+    assert_eq!(frames.len(), 4);
+    for case in frames {
+        assert_eq!(encode_clock(case["value"].as_f64().unwrap()), unhex(&case["hex"]));
+    }
 }
 
 #[test]

@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use super::*;
 use crate::golden::{capture, list, unhex, vectors};
-use crate::protocol::handshake::NixlHandshakePayload;
+use crate::protocol::handshake::{HandshakeRequest, NixlHandshakePayload, decode_clock};
 
 fn blob(fields: &Value) -> Vec<u8> {
     let blob = &fields["agent_metadata"];
@@ -126,6 +126,29 @@ fn captured_metadata_encodes_again_byte_for_byte() {
             };
             assert_eq!(payload.encode(), unhex(&case["hex"]), "{}", case["name"]);
         }
+    }
+}
+
+#[test]
+fn replies_of_live_engines_say_what_the_vectors_say() {
+    let (older, newer) = (vectors("handshake.json"), vectors("msgpack_v032.json"));
+    let older = list(&older["captured_replies"]).iter().map(|reply| {
+        let [payload, clock] = list(&reply["frames_hex"]) else { panic!("two frames") };
+        (reply, payload, clock, &reply["metadata_fields"], &reply["perf_counter"])
+    });
+    let newer = list(&newer["live_captures"]).iter().map(|reply| {
+        (reply, &reply["reply_frame0_hex"], &reply["reply_frame1_hex"], &reply["metadata"], &reply["clock"])
+    });
+    let replies: Vec<_> = older.chain(newer).collect();
+    assert_eq!(replies.len(), 4);
+    for (reply, payload, clock, fields, seconds) in replies {
+        let request = HandshakeRequest { pp_rank: 0, tp_rank: 0 };
+        assert_eq!(request.encode(Generation::V14), unhex(&reply["request_hex"]));
+        let payload = NixlHandshakePayload::decode(&unhex(payload)).unwrap();
+        assert_eq!(payload.compatibility_hash, reply["compatibility_hash"]);
+        let decoded = NixlAgentMetadata::decode(Generation::V14, &payload.agent_metadata_bytes);
+        assert_eq!(decoded, Ok(metadata(Generation::V14, fields)), "{}", reply["name"]);
+        assert_eq!(Some(decode_clock(&unhex(clock)).unwrap()), seconds.as_f64());
     }
 }
 

@@ -5,6 +5,10 @@ use crate::golden::{list, unhex, vectors};
 fn messages_have_the_bytes_vllm_sends() {
     let vectors = vectors("notifications.json");
     let [completion_case, heartbeat_case] = list(&vectors["formats"]) else { panic!("two formats") };
+    assert_eq!(
+        (&completion_case["kind"], &heartbeat_case["kind"]),
+        (&"completion".into(), &"heartbeat".into())
+    );
     assert_eq!(completion("cmpl-router-completions-0-0-9c4029d0", 1), unhex(&completion_case["hex"]));
     assert_eq!(heartbeat(["cmpl-a-0-00000001", "cmpl-b-0-00000002"]), unhex(&heartbeat_case["hex"]));
     let v032 = crate::golden::vectors("msgpack_v032.json");

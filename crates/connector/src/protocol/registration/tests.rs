@@ -39,9 +39,17 @@ fn registrations_have_the_bytes_vllm_sends() {
 #[test]
 fn engines_append_eight_hex_digits_to_a_request_id() {
     for case in list(&vectors("notifications.json")["base_request_id"]) {
-        assert_eq!(base_request_id(case["id"].as_str().unwrap()), case["base"]);
+        assert_eq!(base_request_id(case["id"].as_str().unwrap()), case["base"].as_str().unwrap());
     }
-    assert_eq!(base_request_id("cmpl-abc-0-9c4029d0"), base_request_id("cmpl-abc-0"));
+    let newer = vectors("topology_v032.json");
+    let newer = list(&newer["descriptor_cases"]).iter().filter(|case| case["kind"] == "get_base_request_id");
+    let mut seen = 0;
+    for case in newer {
+        seen += 1;
+        assert_eq!(base_request_id(case["in"].as_str().unwrap()), case["out"].as_str().unwrap(), "{case}");
+    }
+    assert_eq!(seen, 9);
+    assert_eq!(base_request_id("x-9c4029d0\n\n"), "x-9c4029d0\n\n");
 }
 
 #[test]
