@@ -24,6 +24,9 @@ use crate::upstream::{Leg, own_headers};
 /// How many decode engines a release tries.
 const RELEASE_TRIES: usize = 3;
 
+/// Pause before a failed release is tried again, doubled each time.
+const RELEASE_PAUSE: Duration = Duration::from_secs(3);
+
 /// A model name that no fleet serves: a decode engine refuses it inside its handler, after the
 /// body has been read, and on that path tells the prefill engine that nobody will read the blocks.
 const NO_SUCH_MODEL: &str = "kvbaton/release-by-rejection";
@@ -156,19 +159,32 @@ enum NotReleased {
 }
 
 impl Hold {
+    /// Releases the hand-off, trying again while the prefill engine may still hold the blocks.
     async fn release(self: Box<Self>) {
         let deadline = self.core.settings.timeouts.release;
-        let released = tokio::time::timeout(deadline, self.try_peers()).await.unwrap_or(false);
-        if released {
-            self.core.ledger.close(self.key, HandOffResult::Released);
-        } else {
+        let mut pause = RELEASE_PAUSE;
+        loop {
+            if tokio::time::timeout(deadline, self.try_peers()).await.unwrap_or(false) {
+                self.core.ledger.close(self.key, HandOffResult::Released);
+                return;
+            }
             self.core.ledger.enter(self.key, HandOffState::Stranded);
-            tracing::warn!(
-                request_id = self.request_id.as_str(),
-                engine_id = %self.hand_off.engine_id,
-                blocks = self.hand_off.blocks,
-                "no decode engine could release a hand-off: its blocks stay until the lease ends"
-            );
+            if pause == RELEASE_PAUSE {
+                tracing::warn!(
+                    request_id = self.request_id.as_str(),
+                    engine_id = %self.hand_off.engine_id,
+                    blocks = self.hand_off.blocks,
+                    "no decode engine could release a hand-off: its blocks stay until one can or the lease ends"
+                );
+            }
+            tokio::select! {
+                () = self.core.stop.cancelled() => return,
+                () = tokio::time::sleep(pause) => {}
+            }
+            if self.granted.elapsed() >= self.lasts {
+                return;
+            }
+            pause *= 2;
         }
     }
 

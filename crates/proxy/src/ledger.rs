@@ -22,7 +22,7 @@ pub enum HandOffState {
     Dispatched,
     /// No decode engine took it; the router is making the prefill engine free the blocks.
     Releasing,
-    /// The release failed; only the end of the lease frees the blocks.
+    /// The release has failed so far; another try or the end of the lease frees the blocks.
     Stranded,
 }
 
