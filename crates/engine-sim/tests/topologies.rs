@@ -26,7 +26,7 @@ const PATH: &str = "/v1/completions";
 const SIZES: [u32; 3] = [1, 2, 4];
 const BLOCK: usize = 4;
 /// Requests per pair unless more are asked for.
-const REQUESTS: usize = 24;
+const REQUESTS: usize = 200;
 const IN_FLIGHT: usize = 8;
 
 /// One side of a pair.
