@@ -111,9 +111,13 @@ struct Lab {
 impl Lab {
     /// `shares` has prompts begin alike, so that engines find a part of them in their caches.
     async fn new(model: Model, shares: bool) -> Self {
+        let requests = number("KVBATON_TOPOLOGY_REQUESTS").map_or(REQUESTS, |n| usize::try_from(n).unwrap());
+        Self::of(model, requests, shares).await
+    }
+
+    async fn of(model: Model, requests: usize, shares: bool) -> Self {
         let seed = number("KVBATON_TOPOLOGY_SEED").unwrap_or_else(rand::random);
         eprintln!("KVBATON_TOPOLOGY_SEED={seed}");
-        let requests = number("KVBATON_TOPOLOGY_REQUESTS").map_or(REQUESTS, |n| usize::try_from(n).unwrap());
         let mut draws = Draws(seed);
         let stems: Vec<String> = (0..4).map(|_| draws.text(24)).collect();
         let (tracker, client) = (TaskTracker::new(), Client::new());
@@ -255,7 +259,7 @@ async fn heads_that_ranks_share() {
 #[tokio::test]
 async fn smaller_decode_blocks_are_refused() {
     for model in [FULL, MLA, FULL.v2(), MLA.v2()] {
-        let lab = Lab::new(model, false).await;
+        let lab = Lab::of(model, 0, false).await;
         let layout = EngineConfig::for_generation(model.generation).layout();
         lab.refuses(Side::of(1, layout).blocks(2), Side::of(1, layout)).await;
         lab.refuses(Side::of(1, layout).blocks(2), Side::of(2, layout)).await;
@@ -309,7 +313,7 @@ async fn settings_that_no_engine_can_have() {
 
 #[tokio::test]
 async fn all_ranks_are_published_at_once() {
-    let lab = Lab::new(FULL, false).await;
+    let lab = Lab::of(FULL, 0, false).await;
     let engine = lab.engine(Side::of(4, Layout::Lbhnc)).await;
     let mut ranks: Vec<(u32, u32)> = lab
         .registry
