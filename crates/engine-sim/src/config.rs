@@ -6,6 +6,7 @@ use std::fmt;
 use std::time::Duration;
 
 use kv_connector::protocol::Generation;
+use kv_connector::regions::Layout;
 use serde::{Deserialize, Serialize};
 use url::Url;
 
@@ -33,6 +34,17 @@ pub enum LoadFailurePolicy {
     Recompute,
 }
 
+/// What a layer's cache stores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Attention {
+    /// Keys and values by head; the heads are dealt out over the ranks.
+    #[default]
+    Full,
+    /// One latent per token, equal on all ranks.
+    Mla,
+}
+
 /// Settings of one engine.
 #[derive(Clone)]
 pub struct EngineConfig {
@@ -52,8 +64,16 @@ pub struct EngineConfig {
     pub num_blocks: usize,
     /// Tokens per block.
     pub block_size: usize,
-    /// KV heads per layer.
+    /// KV heads per layer over all ranks; with latent attention there is one, whatever this says.
     pub kv_heads: usize,
+    /// What a layer's cache stores.
+    pub attention: Attention,
+    /// Tensor-parallel ranks, each with its own KV memory.
+    pub tp_size: u32,
+    /// The order inside of a block; `None` is the generation's head-major one.
+    pub kv_layout: Option<Layout>,
+    /// Whether a head-major cache may be received into a token-major one.
+    pub permute_received: bool,
     /// Elements per head.
     pub head_dim: usize,
     /// Bytes per element.
@@ -109,6 +129,10 @@ impl Default for EngineConfig {
             num_blocks: 513,
             block_size: 16,
             kv_heads: 2,
+            attention: Attention::Full,
+            tp_size: 1,
+            kv_layout: None,
+            permute_received: false,
             head_dim: 8,
             dtype: 2,
             lease: Duration::from_secs(30),
@@ -175,6 +199,22 @@ impl EngineConfig {
         self.generation == Generation::V14
     }
 
+    /// The order inside of a block.
+    pub fn layout(&self) -> Layout {
+        self.kv_layout.unwrap_or(match self.generation {
+            Generation::V14 => Layout::Lbhnc,
+            Generation::V2 => Layout::Hnd,
+        })
+    }
+
+    /// Heads of a layer over all ranks, a latent counted as one.
+    pub(crate) fn total_kv_heads(&self) -> usize {
+        match self.attention {
+            Attention::Full => self.kv_heads,
+            Attention::Mla => 1,
+        }
+    }
+
     /// The first setting that cannot work, with what it must be.
     pub(crate) fn fault(&self) -> Option<(&'static str, &'static str)> {
         let positive = [
@@ -192,6 +232,17 @@ impl EngineConfig {
         }
         if self.num_blocks < 2 {
             return Some(("num_blocks", "at least 2, because block 0 is never used"));
+        }
+        let (heads, ranks) = (self.total_kv_heads(), self.tp_size as usize);
+        if ranks == 0 || !(heads.is_multiple_of(ranks) || ranks.is_multiple_of(heads)) {
+            return Some(("tp_size", "a divisor or a multiple of the KV heads"));
+        }
+        let layouts = match self.generation {
+            Generation::V14 => [Layout::Lbhnc, Layout::Lbnhc],
+            Generation::V2 => [Layout::Hnd, Layout::Nhd],
+        };
+        if !layouts.contains(&self.layout()) {
+            return Some(("kv_layout", "LBHNC or LBNHC, in v2 HND or NHD"));
         }
         if self.eos_every == Some(0) {
             return Some(("eos_every", "at least 1"));

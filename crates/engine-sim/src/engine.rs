@@ -3,14 +3,9 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use kv_connector::compat::CompatFactors;
 use kv_connector::handshake::RegistryClient;
-use kv_connector::protocol::{Generation, TransferMode};
-use kv_connector::regions::Region;
 use kv_connector::scheduler::{Scheduler, SchedulerConfig};
-use kv_connector::transport::loopback::{self, LoopbackAgent};
-use kv_connector::transport::{KvMemory, MemoryType};
-use kv_connector::worker::{Worker, WorkerConfig};
+use kv_connector::transport::loopback;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -24,7 +19,7 @@ use crate::core::{Core, CoreParts};
 use crate::error::EngineError;
 use crate::faults::Faults;
 use crate::http;
-use crate::kv::{Geometry, KvCache};
+use crate::ranks::Ranks;
 use crate::registration::{Endings, Registrar, registration};
 use crate::shared::{EngineStats, SeenRequest, Shared};
 
@@ -43,7 +38,7 @@ pub struct Engine {
     /// Ends when the engine has left the registry.
     registrar: Option<JoinHandle<()>>,
     leave: CancellationToken,
-    transport_faults: loopback::Faults,
+    transport_faults: Vec<loopback::Faults>,
 }
 
 /// Starts an engine on a listener that is already bound.
@@ -66,13 +61,8 @@ pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine
             Some(Arc::new(client.map_err(EngineError::Registry)?))
         }
     };
-    let geometry = Geometry::of(&config);
-    let memory = KvMemory::allocate(&vec![geometry.region_bytes(); geometry.regions]);
-    let agent = LoopbackAgent::new(&engine_id, memory.clone()).map_err(EngineError::Loopback)?;
-    let transport_faults = agent.faults();
-    let regions = regions(&config, geometry, &memory.base_addresses());
-    let worker = Worker::new(worker_config(&config, &engine_id), agent, regions)?;
-    let payload = worker.handshake_payload();
+    let (ranks, kv, transport_faults) = Ranks::build(&config, &engine_id)?;
+    let payloads = ranks.handshake_payloads();
 
     let (stop, leave, started) = (StopTokens::default(), CancellationToken::new(), Instant::now());
     let (connections, background) = (TaskTracker::new(), TaskTracker::new());
@@ -83,8 +73,8 @@ pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine
         shared: Arc::clone(&shared),
         commands,
         scheduler,
-        worker,
-        kv: KvCache::new(memory, geometry),
+        ranks,
+        kv,
         registry: registry.clone(),
         tracker: background.clone(),
         stop: stop.kill.clone(),
@@ -92,7 +82,7 @@ pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine
     });
     background.spawn(core.run());
     let registrar = registry.map(|registry| {
-        let registration = registration(&shared.config, &engine_id, addr, payload);
+        let registration = registration(&shared.config, &engine_id, addr, payloads);
         let registrar = Registrar::new(
             registry,
             registration,
@@ -135,9 +125,14 @@ impl Engine {
         &self.shared.faults
     }
 
-    /// The scripted faults of its KV transport.
+    /// The scripted faults of its KV transport, at rank 0.
     pub fn transport_faults(&self) -> loopback::Faults {
-        self.transport_faults.clone()
+        self.transport_faults.first().cloned().unwrap_or_default()
+    }
+
+    /// The scripted faults of the KV transport of each rank.
+    pub fn transport_faults_by_rank(&self) -> &[loopback::Faults] {
+        &self.transport_faults
     }
 
     /// What it holds and has done.
@@ -190,61 +185,11 @@ fn fit_context(mut config: EngineConfig) -> EngineConfig {
     config
 }
 
-fn regions(config: &EngineConfig, geometry: Geometry, bases: &[u64]) -> Vec<Region> {
-    let per_layer = geometry.regions / config.layers;
-    let block_len = geometry.block_bytes() as u64;
-    bases
-        .iter()
-        .enumerate()
-        .map(|(index, base)| Region {
-            name: format!("model.layers.{}.self_attn.attn", index / per_layer),
-            base_address: *base,
-            block_len,
-            block_stride: block_len,
-            num_blocks: geometry.blocks as u64,
-            memory: MemoryType::Dram,
-            group: 0,
-        })
-        .collect()
-}
-
-fn compatibility_hash(config: &EngineConfig) -> String {
-    let dtype = match config.dtype {
-        1 => "torch.float8_e4m3fn",
-        2 => "torch.bfloat16",
-        _ => "torch.float32",
-    };
-    CompatFactors {
-        generation: config.generation,
-        connector_version: config.generation.connector_version(),
-        vllm_version: config.version().to_owned(),
-        model: config.model.clone(),
-        dtype: dtype.to_owned(),
-        num_kv_heads: config.kv_heads as u64,
-        head_size: config.head_dim as u64,
-        num_hidden_layers: config.layers as u64,
-        attn_backend_name: "CPU_ATTN".to_owned(),
-        cache_dtype: "auto".to_owned(),
-        is_hma_enabled: true,
-        speculative_config: None,
-        transfer_mode: TransferMode::Pull,
-    }
-    .digest()
-}
-
-fn worker_config(config: &EngineConfig, engine_id: &str) -> WorkerConfig {
-    let mut worker = WorkerConfig::new(config.generation, engine_id, compatibility_hash(config));
-    worker.block_size = u32::try_from(config.block_size).unwrap_or(u32::MAX);
-    worker.enforce_compatibility = config.enforce_compat;
-    worker.lease = config.lease;
-    worker.v2_dies_on_failed_handshake = config.generation == Generation::V2;
-    worker
-}
-
 fn scheduler_config(config: &EngineConfig, engine_id: &str, addr: SocketAddr) -> SchedulerConfig {
     let host = config.advertise_host.clone().unwrap_or_else(|| addr.ip().to_string());
     let port = config.advertise_port.unwrap_or_else(|| addr.port());
     let mut scheduler = SchedulerConfig::new(config.generation, engine_id, host, port);
     scheduler.lease = config.lease;
+    scheduler.tp_size = config.tp_size;
     scheduler
 }

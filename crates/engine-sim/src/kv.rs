@@ -3,62 +3,43 @@
 //! Everything is read back from memory before it is used, so wrong, stale or missing bytes change
 //! the text. No state of a request lives here.
 
-use kv_connector::protocol::Generation;
+use kv_connector::regions::convert::{ShapeMismatch, regroup_and_permute, regroup_heads, tail_ranges};
 use kv_connector::transport::{KvMemory, MemoryError};
+use kv_connector::worker::{Received, ReceivedGroup};
+use thiserror::Error;
 
 use crate::blocks::BlockId;
-use crate::config::EngineConfig;
+use crate::geometry::Geometry;
 use crate::tokens::Token;
 
 const SEED: u64 = 0x6b76_6261_746f_6e21;
 
-/// How KV bytes lie in memory: per region, block by block, head by head, token by token.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Geometry {
-    pub(crate) regions: usize,
-    pub(crate) blocks: usize,
-    pub(crate) block_size: usize,
-    heads: usize,
-    /// Bytes of one head and token in one region.
-    chunk: usize,
+/// What a block cannot be read, written or rearranged for.
+#[derive(Debug, Error)]
+pub(crate) enum KvError {
+    /// A block outside the memory.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// A received block of another size.
+    #[error(transparent)]
+    Shape(#[from] ShapeMismatch),
 }
 
-impl Geometry {
-    /// v14 packs K and V of a layer into one region; v2 has a region for each.
-    pub(crate) fn of(config: &EngineConfig) -> Self {
-        let row = config.head_dim * config.dtype;
-        let (regions, chunk) = match config.generation {
-            Generation::V14 => (config.layers, 2 * row),
-            Generation::V2 => (2 * config.layers, row),
-        };
-        Self {
-            regions,
-            blocks: config.num_blocks,
-            block_size: config.block_size,
-            heads: config.kv_heads,
-            chunk,
-        }
-    }
-
-    pub(crate) fn block_bytes(&self) -> usize {
-        self.heads * self.block_size * self.chunk
-    }
-
-    pub(crate) fn region_bytes(&self) -> usize {
-        self.blocks * self.block_bytes()
-    }
-
-    fn chunk_range(&self, head: usize, slot: usize) -> std::ops::Range<usize> {
-        let start = (head * self.block_size + slot) * self.chunk;
-        start..start + self.chunk
-    }
-}
-
-/// The KV memory of one engine with the model that works on it.
-pub(crate) struct KvCache {
+/// The KV memory of one rank.
+struct RankMemory {
     memory: KvMemory,
     bases: Vec<u64>,
+}
+
+/// One block in one region: the part of every rank.
+type Parts = Vec<Vec<u8>>;
+
+/// The KV memory of one engine, all ranks, with the model that works on it.
+pub(crate) struct KvCache {
+    ranks: Vec<RankMemory>,
     geometry: Geometry,
+    /// Per head its rank and place there, as often as it is held.
+    holders: Vec<Vec<(usize, usize)>>,
 }
 
 /// What the model has read of a request's context so far: a digest and the position it covers.
@@ -82,8 +63,10 @@ impl ContextDigest {
 }
 
 impl KvCache {
-    pub(crate) fn new(memory: KvMemory, geometry: Geometry) -> Self {
-        Self { bases: memory.base_addresses(), memory, geometry }
+    /// A cache over the memory of each rank.
+    pub(crate) fn new(memories: Vec<KvMemory>, geometry: Geometry) -> Self {
+        let ranks = memories.into_iter().map(|memory| RankMemory { bases: memory.base_addresses(), memory });
+        Self { ranks: ranks.collect(), holders: geometry.holders(), geometry }
     }
 
     /// Computes the KV of `tokens`, which start at `position`, reading what came before.
@@ -115,7 +98,8 @@ impl KvCache {
         Ok(())
     }
 
-    /// Extends a digest to `positions` by reading every region of every slot in between.
+    /// Extends a digest to `positions` by reading every region of every slot in between, from all
+    /// ranks.
     ///
     /// # Errors
     /// A block outside the memory.
@@ -149,13 +133,56 @@ impl KvCache {
     pub(crate) fn corrupt(&self, blocks: &[BlockId]) -> Result<(), MemoryError> {
         for block in blocks {
             for region in 0..self.geometry.regions {
-                let mut bytes = self.read_block(region, *block)?;
+                let mut parts = self.read_block(region, *block)?;
                 // The first chunk belongs to the first token, which every context reads.
-                for byte in bytes.iter_mut().take(self.geometry.chunk) {
+                for byte in parts.iter_mut().flat_map(|part| part.iter_mut().take(self.geometry.chunk)) {
                     *byte = !*byte;
                 }
-                self.memory.write(self.block_address(region, *block), &bytes)?;
+                self.write_block(region, *block, &parts)?;
             }
+        }
+        Ok(())
+    }
+
+    /// Brings the blocks that a rank has received into its own order and zeroes what was not covered.
+    ///
+    /// # Errors
+    /// A block outside the memory or of another size.
+    pub(crate) fn finish_received(&self, rank: usize, received: &Received) -> Result<(), KvError> {
+        let Some(rank) = self.ranks.get(rank) else { return Ok(()) };
+        for (region, blocks) in received.zero_by_region.iter().enumerate() {
+            for block in blocks {
+                let zeroes = vec![0; self.geometry.block_bytes()];
+                rank.memory.write(self.address(rank, region, *block), &zeroes)?;
+            }
+        }
+        for group in &received.groups {
+            for region in 0..self.geometry.regions {
+                self.convert_region(rank, region, group)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn convert_region(&self, rank: &RankMemory, region: usize, group: &ReceivedGroup) -> Result<(), KvError> {
+        let shape = self.geometry.shape();
+        let ratio = usize::try_from(group.block_size_ratio.max(1)).unwrap_or(usize::MAX);
+        let mut covered = group.covered_sub_blocks;
+        for block in &group.blocks {
+            let pieces = covered.min(ratio);
+            covered -= pieces;
+            let address = self.address(rank, region, *block);
+            let mut bytes = rank.memory.read(address, self.geometry.block_bytes() as u64)?;
+            if group.permute {
+                regroup_and_permute(&mut bytes, shape, ratio)?;
+            } else if group.regroup {
+                regroup_heads(&mut bytes, shape, ratio)?;
+            }
+            let tokens = pieces * self.geometry.block_size / ratio;
+            for range in tail_ranges(shape, self.geometry.is_head_major(), tokens) {
+                bytes[range].fill(0);
+            }
+            rank.memory.write(address, &bytes)?;
         }
         Ok(())
     }
@@ -181,43 +208,68 @@ impl KvCache {
                 below = hidden;
             }
         }
-        for (region, bytes) in contents.iter().enumerate() {
-            self.memory.write(self.block_address(region, block), bytes)?;
+        for (region, parts) in contents.iter().enumerate() {
+            self.write_block(region, block, parts)?;
         }
         Ok(())
     }
 
-    fn fill_slot(&self, block: &mut [u8], slot: usize, hidden: u64) {
-        for head in 0..self.geometry.heads {
-            let mut state = fold(hidden, head as u64);
-            for piece in block[self.geometry.chunk_range(head, slot)].chunks_mut(8) {
-                state = mix(state);
-                let bytes = state.to_le_bytes();
-                piece.copy_from_slice(&bytes[..piece.len()]);
+    fn fill_slot(&self, parts: &mut Parts, slot: usize, hidden: u64) {
+        for (head, holders) in self.holders.iter().enumerate() {
+            for (rank, index) in holders {
+                let mut state = fold(hidden, head as u64);
+                for piece in parts[*rank][self.geometry.chunk_range(*index, slot)].chunks_mut(8) {
+                    state = mix(state);
+                    let bytes = state.to_le_bytes();
+                    piece.copy_from_slice(&bytes[..piece.len()]);
+                }
             }
         }
     }
 
-    fn slot_digest(&self, block: &[u8], slot: usize) -> u64 {
+    /// What all heads hold for a token, in the model's order. Copies of a head add nothing as long
+    /// as they are equal.
+    fn slot_digest(&self, parts: &Parts, slot: usize) -> u64 {
         let mut digest = SEED;
-        for head in 0..self.geometry.heads {
-            for piece in block[self.geometry.chunk_range(head, slot)].chunks(8) {
-                let mut lane = [0; 8];
-                lane[..piece.len()].copy_from_slice(piece);
-                digest =
-                    (digest ^ u64::from_le_bytes(lane)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+        for holders in &self.holders {
+            let mut chunks =
+                holders.iter().map(|(rank, index)| &parts[*rank][self.geometry.chunk_range(*index, slot)]);
+            let Some(first) = chunks.next() else { continue };
+            digest = absorb(digest, first);
+            for copy in chunks.filter(|copy| *copy != first) {
+                digest = absorb(digest, copy);
             }
         }
         digest
     }
 
-    fn read_block(&self, region: usize, block: BlockId) -> Result<Vec<u8>, MemoryError> {
-        self.memory.read(self.block_address(region, block), self.geometry.block_bytes() as u64)
+    fn read_block(&self, region: usize, block: BlockId) -> Result<Parts, MemoryError> {
+        let len = self.geometry.block_bytes() as u64;
+        self.ranks
+            .iter()
+            .map(|rank| rank.memory.read(self.address(rank, region, u64::from(block)), len))
+            .collect()
     }
 
-    fn block_address(&self, region: usize, block: BlockId) -> u64 {
-        self.bases[region] + u64::from(block) * self.geometry.block_bytes() as u64
+    fn write_block(&self, region: usize, block: BlockId, parts: &Parts) -> Result<(), MemoryError> {
+        for (rank, part) in self.ranks.iter().zip(parts) {
+            rank.memory.write(self.address(rank, region, u64::from(block)), part)?;
+        }
+        Ok(())
     }
+
+    fn address(&self, rank: &RankMemory, region: usize, block: u64) -> u64 {
+        rank.bases[region] + block * self.geometry.block_bytes() as u64
+    }
+}
+
+fn absorb(mut digest: u64, chunk: &[u8]) -> u64 {
+    for piece in chunk.chunks(8) {
+        let mut lane = [0; 8];
+        lane[..piece.len()].copy_from_slice(piece);
+        digest = (digest ^ u64::from_le_bytes(lane)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+    }
+    digest
 }
 
 fn fold(state: u64, value: u64) -> u64 {
@@ -233,69 +285,4 @@ pub(crate) fn mix(value: u64) -> u64 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn cache() -> KvCache {
-        let config = EngineConfig { num_blocks: 16, block_size: 4, ..EngineConfig::default() };
-        let geometry = Geometry::of(&config);
-        KvCache::new(KvMemory::allocate(&vec![geometry.region_bytes(); geometry.regions]), geometry)
-    }
-
-    fn digest(cache: &KvCache, blocks: &[BlockId], positions: usize) -> u64 {
-        cache.read_context(blocks, ContextDigest::default(), positions).unwrap().entropy(0)
-    }
-
-    #[test]
-    fn content_does_not_depend_on_where_or_in_how_many_pieces() {
-        let cache = cache();
-        let tokens: Vec<Token> = (10..20).collect();
-        cache.compute(&[1, 2, 3], 0, &tokens).unwrap();
-        cache.compute(&[7, 5, 9], 0, &tokens[..3]).unwrap();
-        cache.compute(&[7, 5, 9], 3, &tokens[3..6]).unwrap();
-        cache.compute(&[7, 5, 9], 6, &tokens[6..]).unwrap();
-        assert_eq!(digest(&cache, &[1, 2, 3], 10), digest(&cache, &[7, 5, 9], 10));
-    }
-
-    #[test]
-    fn reading_in_steps_equals_reading_at_once() {
-        let cache = cache();
-        cache.compute(&[1, 2, 3], 0, &[1; 11]).unwrap();
-        let part = cache.read_context(&[1, 2, 3], ContextDigest::default(), 5).unwrap();
-        let all = cache.read_context(&[1, 2, 3], part, 11).unwrap();
-        assert_eq!(all, cache.read_context(&[1, 2, 3], ContextDigest::default(), 11).unwrap());
-    }
-
-    #[test]
-    fn every_byte_of_the_context_matters() {
-        let cache = cache();
-        cache.compute(&[1, 2], 0, &[5; 8]).unwrap();
-        let clean = digest(&cache, &[1, 2], 8);
-        for region in 0..cache.geometry.regions {
-            for block in [1, 2] {
-                for index in 0..cache.geometry.block_bytes() {
-                    let address = cache.block_address(region, block) + index as u64;
-                    let byte = cache.memory.read(address, 1).unwrap()[0];
-                    cache.memory.write(address, &[byte ^ 1]).unwrap();
-                    assert_ne!(
-                        digest(&cache, &[1, 2], 8),
-                        clean,
-                        "region {region} block {block} byte {index}"
-                    );
-                    cache.memory.write(address, &[byte]).unwrap();
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn stale_predecessor_spoils_what_is_computed_after_it() {
-        let cache = cache();
-        cache.compute(&[1, 2], 0, &[5, 5, 5, 5, 6, 6, 6, 6]).unwrap();
-        let clean = cache.read_block(0, 2).unwrap();
-        let stale = vec![0x55; cache.geometry.block_bytes()];
-        cache.memory.write(cache.block_address(0, 1), &stale).unwrap();
-        cache.compute(&[1, 2], 4, &[6; 4]).unwrap();
-        assert_ne!(clean, cache.read_block(0, 2).unwrap());
-    }
-}
+mod tests;

@@ -51,8 +51,9 @@ pub(crate) fn registration(
     config: &EngineConfig,
     engine_id: &str,
     addr: SocketAddr,
-    payload: Vec<u8>,
+    payloads: Vec<Vec<u8>>,
 ) -> Registration {
+    let ranks = (0..).zip(payloads).map(|(tp_rank, payload)| RankPayload { pp_rank: 0, tp_rank, payload });
     let ttl = config.registry_ttl.unwrap_or_else(|| (config.registry_refresh * 3).max(LEAST_TTL));
     Registration {
         engine_id: engine_id.to_owned(),
@@ -69,7 +70,7 @@ pub(crate) fn registration(
         state: EngineState::Ready,
         ttl: Some(ttl),
         clock: None,
-        ranks: Some(vec![RankPayload { pp_rank: 0, tp_rank: 0, payload }]),
+        ranks: Some(ranks.collect()),
     }
 }
 

@@ -51,9 +51,9 @@ pub struct EngineStats {
     pub decode_requests: u64,
     /// Requests accepted without a transfer.
     pub plain_requests: u64,
-    /// Pulls that succeeded.
+    /// Pulls that succeeded, counted at every rank and for each rank that was read.
     pub kv_pulls: u64,
-    /// Leases that ran out.
+    /// Leases that ran out, counted at every rank.
     pub kv_expired: u64,
     /// Completion notifications for requests that were no longer kept.
     pub late_notifications: u64,

@@ -19,8 +19,6 @@ use kv_connector::handshake::RegistryClient;
 use kv_connector::protocol::KvTransferParams;
 use kv_connector::scheduler::{FinishStatus, Scheduler};
 use kv_connector::transport::MemoryError;
-use kv_connector::transport::loopback::LoopbackAgent;
-use kv_connector::worker::Worker;
 use thiserror::Error;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
@@ -28,8 +26,9 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::blocks::{BlockPool, chain_hashes};
-use crate::kv::{ContextDigest, KvCache};
+use crate::kv::{ContextDigest, KvCache, KvError};
 use crate::metrics::{Gauges, Outcome};
+use crate::ranks::{PollError, Ranks};
 use crate::shared::Shared;
 use request::{Command, NewRequest, Output, Request, State};
 use transfer::HandshakeOutcome;
@@ -52,6 +51,18 @@ enum CoreDeath {
     /// A block outside the memory.
     #[error(transparent)]
     Memory(#[from] MemoryError),
+    /// A block that did not have the expected size.
+    #[error(transparent)]
+    Kv(#[from] KvError),
+}
+
+impl From<PollError> for CoreDeath {
+    fn from(error: PollError) -> Self {
+        match error {
+            PollError::Connector(error) => error.into(),
+            PollError::Kv(error) => error.into(),
+        }
+    }
 }
 
 /// What the core is built from.
@@ -59,7 +70,7 @@ pub(crate) struct CoreParts {
     pub(crate) shared: Arc<Shared>,
     pub(crate) commands: mpsc::Receiver<Command>,
     pub(crate) scheduler: Scheduler,
-    pub(crate) worker: Worker<LoopbackAgent>,
+    pub(crate) ranks: Ranks,
     pub(crate) kv: KvCache,
     pub(crate) registry: Option<Arc<RegistryClient>>,
     pub(crate) tracker: TaskTracker,
@@ -73,7 +84,7 @@ pub(crate) struct Core {
     shared: Arc<Shared>,
     commands: mpsc::Receiver<Command>,
     scheduler: Scheduler,
-    worker: Worker<LoopbackAgent>,
+    ranks: Ranks,
     kv: KvCache,
     registry: Option<Arc<RegistryClient>>,
     tracker: TaskTracker,
@@ -106,7 +117,7 @@ impl Core {
             shared: parts.shared,
             commands: parts.commands,
             scheduler: parts.scheduler,
-            worker: parts.worker,
+            ranks: parts.ranks,
             kv: parts.kv,
             registry: parts.registry,
             tracker: parts.tracker,
@@ -135,7 +146,7 @@ impl Core {
             // A receiver that is gone needs no news.
             let _ = request.outputs.try_send(Output::Dead);
         }
-        self.worker.shutdown();
+        self.ranks.shutdown();
     }
 
     fn now(&self) -> ClockTime {
@@ -158,7 +169,7 @@ impl Core {
             self.unflushed = false;
             let now = self.now();
             let meta = self.scheduler.build_step(now)?;
-            self.worker.start_load(&meta, now)?;
+            self.ranks.start_load(&meta, now)?;
             self.start_handshakes();
             self.publish();
             let duration = self.forward_time(&plan);
@@ -167,8 +178,8 @@ impl Core {
             }
             let computed_something = !plan.is_empty();
             self.execute(plan)?;
-            let results = self.worker.poll(self.now())?;
-            self.apply_transfers(results)?;
+            let report = self.ranks.poll(self.now(), &self.kv)?;
+            self.apply_transfers(report)?;
             self.publish();
             if computed_something {
                 tokio::task::yield_now().await;
@@ -239,7 +250,7 @@ impl Core {
         let busy = !self.running.is_empty() || !self.waiting.is_empty();
         busy || self.unflushed
             || (patient && !self.requests.is_empty())
-            || (!self.shared.config.idle_trap && self.worker.has_pending_receives())
+            || (!self.shared.config.idle_trap && self.ranks.has_pending_receives())
     }
 
     fn accept(&mut self, command: Command) -> Result<(), CoreDeath> {

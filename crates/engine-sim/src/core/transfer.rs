@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
+use kv_connector::aggregate::WorkerReport;
 use kv_connector::handshake::RegistryClient;
 use kv_connector::scheduler::FinishStatus;
-use kv_connector::worker::{ClockSample, HandshakeFailure, HandshakeJob, RankReply, TransferResults};
+use kv_connector::worker::{ClockSample, HandshakeFailure, HandshakeJob, RankReply};
 use tokio::time::Instant;
 
 use super::request::{Output, State};
@@ -15,42 +16,46 @@ use crate::metrics::Outcome;
 
 /// What a handshake's task brought back.
 pub(crate) struct HandshakeOutcome {
+    /// The rank that asked.
+    rank: usize,
     engine_id: String,
     replies: Result<Vec<RankReply>, HandshakeFailure>,
 }
 
 impl Core {
-    /// Starts a tracked task for every handshake that the worker wants.
+    /// Starts a tracked task for every handshake that a rank wants.
     pub(super) fn start_handshakes(&mut self) {
-        for job in self.worker.take_handshake_jobs() {
+        for (rank, job) in self.ranks.take_handshake_jobs() {
             let registry = self.registry.clone();
             let sender = self.handshake_sender.clone();
             let stop = self.stop.clone();
             let started = self.started;
             self.tracker.spawn(async move {
-                let outcome = tokio::select! {
+                let engine_id = job.engine_id.clone();
+                let replies = tokio::select! {
                     () = stop.cancelled() => return,
-                    outcome = shake_hands(job, registry, started) => outcome,
+                    replies = shake_hands(job, registry, started) => replies,
                 };
                 // A core that has ended needs no answer.
-                let _ = sender.send(outcome).await;
+                let _ = sender.send(HandshakeOutcome { rank, engine_id, replies }).await;
             });
         }
     }
 
     pub(super) fn finish_handshake(&mut self, outcome: HandshakeOutcome) {
         let now = self.now();
-        if let Err(error) = self.worker.complete_handshake(&outcome.engine_id, outcome.replies, now) {
-            tracing::warn!(peer = outcome.engine_id, %error, "handshake failed");
+        let HandshakeOutcome { rank, engine_id, replies } = outcome;
+        if let Err(error) = self.ranks.complete_handshake(rank, &engine_id, replies, now) {
+            tracing::warn!(peer = engine_id, rank, %error, "handshake failed");
         }
     }
 
-    pub(super) fn apply_transfers(&mut self, results: TransferResults) -> Result<(), CoreDeath> {
-        if let Some(stats) = self.worker.take_stats() {
-            self.shared.metrics.lock().add_transfers(&stats);
+    pub(super) fn apply_transfers(&mut self, report: WorkerReport) -> Result<(), CoreDeath> {
+        if let Some(stats) = &report.stats {
+            self.shared.metrics.lock().add_transfers(stats);
         }
-        // The blocks concerned are known from the requests, which fail as a whole.
-        drop(self.worker.take_invalid_blocks());
+        // Invalid blocks need no look: they are known from the requests, which fail as a whole.
+        let results = report.results;
         for id in &results.finished_sending {
             match self.requests.get(id).map(|request| request.state) {
                 Some(State::Finished) => self.forget(id),
@@ -116,26 +121,17 @@ async fn shake_hands(
     job: HandshakeJob,
     registry: Option<Arc<RegistryClient>>,
     started: Instant,
-) -> HandshakeOutcome {
-    let engine_id = job.engine_id;
-    let Some(registry) = registry else {
-        return HandshakeOutcome { engine_id, replies: Err(HandshakeFailure::UnknownEngine) };
-    };
+) -> Result<Vec<RankReply>, HandshakeFailure> {
+    let registry = registry.ok_or(HandshakeFailure::UnknownEngine)?;
     let mut replies = Vec::with_capacity(job.ranks.len());
     for (pp_rank, tp_rank) in job.ranks {
         let sent = started.elapsed();
-        match registry.fetch(&engine_id, pp_rank, tp_rank).await {
-            Ok(fetched) => {
-                let received = started.elapsed();
-                let clock =
-                    fetched.clock.map(|clock| ClockSample { sent, received, remote_seconds: clock.seconds });
-                replies.push(RankReply { pp_rank, tp_rank, payload: fetched.payload, clock });
-            }
-            Err(error) => {
-                tracing::warn!(peer = engine_id, %error, "handshake payload not available");
-                return HandshakeOutcome { replies: Err(error.into()), engine_id };
-            }
-        }
+        let fetched = registry.fetch(&job.engine_id, pp_rank, tp_rank).await.inspect_err(|error| {
+            tracing::warn!(peer = job.engine_id, tp_rank, %error, "handshake payload not available");
+        })?;
+        let received = started.elapsed();
+        let clock = fetched.clock.map(|clock| ClockSample { sent, received, remote_seconds: clock.seconds });
+        replies.push(RankReply { pp_rank, tp_rank, payload: fetched.payload, clock });
     }
-    HandshakeOutcome { engine_id, replies: Ok(replies) }
+    Ok(replies)
 }
