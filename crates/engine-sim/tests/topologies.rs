@@ -200,7 +200,7 @@ async fn full_attention_of_every_width() {
 
 #[tokio::test]
 async fn full_attention_with_larger_decode_blocks() {
-    let lab = Lab::new(FULL, false).await;
+    let lab = Lab::new(FULL, true).await;
     for (p, d) in pairs() {
         let (p_side, d_side) = (Side::of(p, Layout::Lbhnc), Side::of(d, Layout::Lbhnc).blocks(2));
         // Slices of several ranks cannot be put into pieces of blocks.
@@ -221,7 +221,7 @@ async fn latent_attention_of_every_width() {
 
 #[tokio::test]
 async fn latent_attention_with_larger_decode_blocks() {
-    let lab = Lab::new(MLA, false).await;
+    let lab = Lab::new(MLA, true).await;
     for (p, d) in pairs() {
         lab.serves(Side::of(p, Layout::Lbhnc), Side::of(d, Layout::Lbhnc).blocks(2)).await;
         lab.serves(Side::of(p, Layout::Lbhnc), Side::of(d, Layout::Lbnhc).blocks(2)).await;
@@ -230,7 +230,7 @@ async fn latent_attention_with_larger_decode_blocks() {
 
 #[tokio::test]
 async fn token_major_caches() {
-    let lab = Lab::new(FULL, false).await;
+    let lab = Lab::new(FULL, true).await;
     for (p, d) in pairs() {
         // What is received head-major is permuted.
         let (p_side, d_side) = (Side::of(p, Layout::Lbhnc), Side::of(d, Layout::Lbnhc));
@@ -269,7 +269,7 @@ async fn smaller_decode_blocks_are_refused() {
 #[tokio::test]
 async fn v2_of_every_width_that_it_knows() {
     for model in [FULL.v2(), MLA.v2()] {
-        let lab = Lab::new(model, false).await;
+        let lab = Lab::new(model, true).await;
         for (p, d) in pairs() {
             let (p_side, d_side) = (Side::of(p, Layout::Hnd), Side::of(d, Layout::Hnd));
             if p > d {
@@ -284,7 +284,7 @@ async fn v2_of_every_width_that_it_knows() {
 
 #[tokio::test]
 async fn v2_token_major_caches() {
-    let lab = Lab::new(FULL.v2(), false).await;
+    let lab = Lab::new(FULL.v2(), true).await;
     for tp in SIZES {
         let (hnd, nhd) = (Side::of(tp, Layout::Hnd), Side::of(tp, Layout::Nhd));
         lab.serves(nhd, nhd).await;

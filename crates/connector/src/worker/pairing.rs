@@ -98,7 +98,11 @@ impl<T: Transport> Worker<T> {
             let blocks = self.pair_groups(recv, peer, rank).map_err(|error| pairing_error(request, error))?;
             ranks.push((rank, blocks));
         }
-        let remote = expand_groups(&self.geometry.groups, remote.groups(), peer.topology.blocks_per_logical);
+        let mut remote =
+            expand_groups(&self.geometry.groups, remote.groups(), peer.topology.blocks_per_logical);
+        if peer.block_size_ratio > 1 && !self.context_parallel(peer) {
+            self.skip_cached(recv, peer, &mut remote);
+        }
         Ok(ReadPlan { ranks, covered: remote.iter().map(Vec::len).collect(), zero_by_region: Vec::new() })
     }
 
@@ -136,6 +140,9 @@ impl<T: Transport> Worker<T> {
         local = expand_groups(kinds, &local, self.geometry.blocks_per_logical);
         remote = expand_groups(kinds, &remote, peer.topology.blocks_per_logical);
         if peer.block_size_ratio > 1 {
+            if !context_parallel {
+                self.skip_cached(recv, peer, &mut remote);
+            }
             match split_into_remote_blocks(kinds, &local, &remote, peer.block_size_ratio) {
                 Some(pieces) => local = pieces,
                 None => return Ok(RankBlocks::default()),
@@ -150,6 +157,19 @@ impl<T: Transport> Worker<T> {
             paired = pair_block_ids(kinds, paired, per_logical.0, per_logical.1)?;
         }
         Ok(RankBlocks { local: paired.decode, remote: paired.prefill, by_region: false })
+    }
+
+    /// Drops the remote blocks that lie in cached local ones. The remote tail does not tell: it may
+    /// end within a local block.
+    fn skip_cached(&self, recv: &RecvRequest, peer: &PeerGeometry, remote: &mut [Vec<u64>]) {
+        let pieces = self.geometry.blocks_per_logical.saturating_mul(peer.block_size_ratio);
+        let pieces = usize::try_from(pieces).unwrap_or(usize::MAX);
+        for (group, (kind, ids)) in self.geometry.groups.iter().zip(remote).enumerate() {
+            let cached = recv.local_cached_blocks.get(group).copied().unwrap_or(0).saturating_mul(pieces);
+            if !kind.is_state() && cached < ids.len() {
+                ids.drain(..cached);
+            }
+        }
     }
 
     fn dcp_pair(&self, peer: &PeerGeometry, rank: u32, cached_blocks: usize) -> DcpPair {
