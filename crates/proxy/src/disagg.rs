@@ -4,17 +4,16 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use http::header::{CONTENT_TYPE, HeaderMap};
+use http::header::HeaderMap;
 use http::uri::PathAndQuery;
 use http::{Method, Response};
 use hyper::body::Incoming;
-use memchr::memmem;
 use tokio::time::Instant;
 
 use crate::Core;
+use crate::answer::{is_binary, is_type, relay_whole, without_hand_off};
 use crate::error::{Broken, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
 use crate::handoff;
-use crate::json;
 use crate::lease::Lease;
 use crate::metrics::Outcome;
 use crate::pool::pairing;
@@ -24,7 +23,7 @@ use crate::request::{ClientRequest, Endpoint, pass_through_body};
 use crate::request_id::RequestId;
 use crate::retry::{self, PrefillFault, Verdict};
 use crate::settings::{OnMissing, Retry};
-use crate::splice::{Spliced, answer_without_hand_off};
+use crate::splice::Spliced;
 use crate::stream::{Guards, RelayBody, Tally};
 use crate::upstream::{Leg, own_headers, request_headers, response_headers, route};
 
@@ -482,54 +481,5 @@ impl From<PrefillFault> for ProxyError {
             PrefillFault::Broke(failure) => Self::Upstream(failure),
             PrefillFault::Status(status) => Self::PrefillFailed(status),
         }
-    }
-}
-
-fn relay_whole(head: Response<()>, answer: Bytes) -> Response<RelayBody> {
-    let (mut head, ()) = head.into_parts();
-    response_headers(&mut head.headers);
-    let body = without_hand_off(answer).unwrap_or_else(|| Spliced::from(Bytes::new()));
-    Response::from_parts(head, RelayBody::whole(body, None))
-}
-
-/// The answer less the hand-off, whatever its media type says; none if it seems to hold one and
-/// cannot be read, so that it cannot be taken out.
-fn without_hand_off(answer: Bytes) -> Option<Spliced> {
-    let marked = memmem::find(&answer, b"kv_transfer_params").is_some();
-    if marked && json::is_object(&answer).is_err() {
-        return None;
-    }
-    Some(answer_without_hand_off(answer))
-}
-
-/// What is neither text nor JSON passes as it comes.
-fn is_binary(headers: &HeaderMap) -> bool {
-    [&b"audio"[..], b"image", b"video", b"application/octet-stream"].iter().any(|kind| is_type(headers, kind))
-}
-
-fn is_type(headers: &HeaderMap, media_type: &[u8]) -> bool {
-    headers.get(CONTENT_TYPE).is_some_and(|value| {
-        let value = value.as_bytes();
-        value.len() >= media_type.len()
-            && value[..media_type.len()].eq_ignore_ascii_case(media_type)
-            && !value.get(media_type.len()).is_some_and(u8::is_ascii_alphanumeric)
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use http::header::HeaderValue;
-
-    use super::*;
-
-    #[test]
-    fn media_types_are_compared_without_parameters() {
-        let of =
-            |value: &'static str| HeaderMap::from_iter([(CONTENT_TYPE, HeaderValue::from_static(value))]);
-        assert!(is_type(&of("application/json"), b"application/json"));
-        assert!(is_type(&of("Application/JSON; charset=utf-8"), b"application/json"));
-        assert!(is_type(&of("text/event-stream; charset=utf-8"), b"text/event-stream"));
-        assert!(!is_type(&of("application/jsonl"), b"application/json"));
-        assert!(!is_type(&HeaderMap::new(), b"application/json"));
     }
 }

@@ -1,6 +1,7 @@
 //! kvbaton's core: it decides which pair serves a request, moves the bytes of both legs, and
 //! keeps account of every hand-off. Knows HTTP's types but no web framework.
 
+mod answer;
 mod connection;
 mod disagg;
 mod error;
