@@ -1,7 +1,7 @@
 //! Transfer parameters of a client never reach an engine, and what cannot share a hand-off goes to
 //! a decode engine alone.
 
-use kvbaton_proxy::{ClientInjected, Role};
+use kvbaton_proxy::{InjectedHandOff, Role};
 use serde_json::{Value, json};
 
 use crate::support::{
@@ -83,7 +83,7 @@ async fn null_and_empty_transfer_parameters_are_tolerated_and_replaced() {
 #[tokio::test]
 async fn injected_transfer_parameters_are_stripped_on_demand() {
     let strip =
-        |config: &mut kvbaton::config::Config| config.hand_off.client_injected = ClientInjected::Strip;
+        |config: &mut kvbaton::config::Config| config.hand_off.client_injected = InjectedHandOff::Strip;
     let cluster = Cluster::builder().config(strip).start().await;
     for (path, body) in injected().into_iter().filter(|(path, _)| [COMPLETIONS, CHAT].contains(path)) {
         let answer = cluster.post_bytes(path, body.clone(), &[]).await;

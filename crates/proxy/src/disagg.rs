@@ -70,7 +70,7 @@ impl Core {
         body: Bytes,
         tally: &mut Option<Tally>,
     ) -> Result<Response<RelayBody>, Stopped> {
-        let request = ClientRequest::parse(endpoint, body, self.settings.hand_off.client_injected.into())
+        let request = ClientRequest::parse(endpoint, body, self.settings.hand_off.client_injected)
             .map_err(ProxyError::from)?;
         let mut tries = Tries::new(&self.settings.retry);
         // D first: without one, a prefill would only strand blocks.
@@ -327,7 +327,10 @@ impl Core {
         let began = Instant::now();
         let answer = match self.upstream.send(leg, self.settings.timeouts.decode_head).await {
             Ok(answer) => answer,
-            Err(failure) => return Err((failure, lease.filter(|_| failure.is_unseen()))),
+            Err(failure) => {
+                let unseen = retry::after_decode(failure) == Verdict::AgainWithTheSameHandOff;
+                return Err((failure, lease.filter(|_| unseen)));
+            }
         };
         self.metrics.decode_head_took(began.elapsed().as_secs_f64());
         if !answer.status().is_success() {
@@ -387,7 +390,7 @@ impl Core {
         exchange: &Exchange,
         body: Bytes,
     ) -> Result<Response<RelayBody>, ProxyError> {
-        let body = pass_through_body(body, self.settings.hand_off.client_injected.into())?;
+        let body = pass_through_body(body, self.settings.hand_off.client_injected)?;
         let in_flight = self.pool.choose(Stage::Decode, None, &[], |_| true)?;
         let peer = Arc::clone(&in_flight.peer);
         let leg = Leg {

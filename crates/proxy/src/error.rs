@@ -97,14 +97,6 @@ impl UpstreamFailure {
     }
 }
 
-impl UpstreamFailure {
-    /// Whether the same request may be sent to another engine without any risk of being run twice.
-    #[must_use]
-    pub const fn is_unseen(&self) -> bool {
-        matches!(self.progress, Progress::NotSent)
-    }
-}
-
 /// Why an answer of a prefill engine holds no hand-off that may reach a decode engine.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HandOffRefusal {

@@ -45,10 +45,10 @@ pub use registry::{
     RankPayload, RankView, Receipt, Registered, Registration, Registry, RegistryChange, RegistryError,
     RegistryLimits, RegistrySnapshot, Watched, Watcher, canonical_base_url,
 };
-pub use request::{BadRequest, Endpoint};
+pub use request::{BadRequest, Endpoint, InjectedHandOff};
 pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{
-    ClientInjected, HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Timeouts, UnknownPairs,
+    HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Timeouts, UnknownPairs,
 };
 pub use stream::{RelayBody, RelayError};
 

@@ -19,7 +19,7 @@ pub use peer::{Authorization, PeerFault, PeerSpec, PeerSpecError, PeerState, Pee
 use peer::{InFlight, Peer};
 
 use crate::error::{ProxyError, Stage};
-use crate::registry::{Registry, RegistrySnapshot, canonical_base_url};
+use crate::registry::{Registry, canonical_base_url};
 use crate::settings::UnknownPairs;
 
 #[derive(Debug, Default)]
@@ -109,16 +109,12 @@ impl Pool {
         }
         let registry = registry.snapshot();
         for peer in self.snapshot.load().all() {
-            self.identify(peer, &registry);
+            let identity = Identity::of(peer, &registry);
+            if **peer.identity.load() != identity {
+                peer.identity.store(Arc::new(identity));
+            }
         }
         self.learnt.store(registry.revision, Ordering::Release);
-    }
-
-    fn identify(&self, peer: &Peer, registry: &RegistrySnapshot) {
-        let identity = Identity::of(peer, registry);
-        if **peer.identity.load() != identity {
-            peer.identity.store(Arc::new(identity));
-        }
     }
 
     /// The next identities are made anew, because a peer has come or has named a new engine.

@@ -8,6 +8,7 @@ mod injected;
 mod plan;
 
 use bytes::Bytes;
+use serde::{Deserialize, Serialize};
 
 use self::fields::{Field, asks_several_prompts, is_falsish, is_one, lax_bool};
 use self::plan::Plan;
@@ -44,7 +45,8 @@ impl Endpoint {
 }
 
 /// What to do with a hand-off that a client put into its request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum InjectedHandOff {
     /// Answer 400.
     Refuse,

@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::request::InjectedHandOff;
+
 /// What the core needs to know to serve requests.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -139,7 +141,7 @@ pub struct HandOffPolicy {
     /// What to do when no prefill engine can be had.
     pub on_no_prefill: OnMissing,
     /// What to do with a hand-off that a client sends.
-    pub client_injected: ClientInjected,
+    pub client_injected: InjectedHandOff,
     /// Lease of a prefill engine of vLLM's current generation, as configured there.
     #[serde(with = "humantime_serde")]
     pub lease: Duration,
@@ -164,7 +166,7 @@ impl Default for HandOffPolicy {
         Self {
             on_missing: OnMissing::DecodeOnly,
             on_no_prefill: OnMissing::Fail,
-            client_injected: ClientInjected::Refuse,
+            client_injected: InjectedHandOff::Refuse,
             lease: Duration::from_secs(30),
             lease_v2: Duration::from_secs(480),
             lease_margin: Duration::from_secs(5),
@@ -184,16 +186,6 @@ pub enum OnMissing {
     DecodeOnly,
 }
 
-/// What follows when a client's body carries a hand-off.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum ClientInjected {
-    /// Answer 400.
-    Refuse,
-    /// Drop it and go on.
-    Strip,
-}
-
 /// Bounds on memory.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -211,14 +203,5 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self { body_bytes: 64 << 20, answer_bytes: 64 << 20, payload_bytes: 4 << 20, registry_engines: 4096 }
-    }
-}
-
-impl From<ClientInjected> for crate::request::InjectedHandOff {
-    fn from(policy: ClientInjected) -> Self {
-        match policy {
-            ClientInjected::Refuse => Self::Refuse,
-            ClientInjected::Strip => Self::Strip,
-        }
     }
 }
