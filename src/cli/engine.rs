@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use anyhow::Context as _;
 use clap::{Args, ValueEnum};
 use engine_sim::{EngineConfig, KvTransport};
 use kvbaton_proxy::Generation;
@@ -90,7 +91,11 @@ async fn serve(args: EngineArgs) -> anyhow::Result<ExitCode> {
     let mut signals = Signals::listen()?;
     let addr = args.listen;
     let listener = TcpListener::bind(addr).await.map_err(|source| StartError::Listen { addr, source })?;
-    let engine = engine_sim::spawn(args.into(), listener).await?;
+    let config = EngineConfig::from(args);
+    let over_nixl = config.transport != KvTransport::Loopback;
+    let engine = engine_sim::spawn(config, listener).await;
+    let engine =
+        if over_nixl { engine.context("--transport nixl with this --nixl-library")? } else { engine? };
     say(&format!("simulated engine {} on {}\n", engine.engine_id(), engine.url()))?;
     let signal = signals.next().await;
     tracing::info!(signal, "leaving");
