@@ -23,7 +23,7 @@ impl Program {
     pub(crate) fn start(args: &[&str], env: &[(&str, &str)]) -> Self {
         let mut command = Command::new(BINARY);
         command.args(args).env_clear().env("PATH", std::env::var("PATH").unwrap());
-        command.envs(env.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::null());
+        command.envs(env.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::inherit());
         let mut child = command.spawn().unwrap();
         let out = BufReader::new(child.stdout.take().unwrap());
         let (sender, lines) = mpsc::channel();
