@@ -37,7 +37,7 @@ pub async fn shake_hands(
         let sent = clock();
         let exchange = async {
             zmtp::send(&mut stream, &[b"", &request]).await?;
-            zmtp::receive(&mut stream).await
+            zmtp::receive(&mut stream, zmtp::MAX_REPLY).await
         };
         let frames = timeout(RECEIVE_TIMEOUT, exchange)
             .await
