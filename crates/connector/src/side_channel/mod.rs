@@ -8,7 +8,7 @@ mod client;
 mod server;
 mod zmtp;
 
-pub use client::shake_hands;
+pub use client::{SideChannelClient, shake_hands};
 pub use server::{RankPayloads, SideChannelServer, reply_frames};
 
 /// How long a client waits for each reply.
