@@ -84,6 +84,7 @@ fn schema() -> Table {
     peer.generation = Some(kvbaton_proxy::Generation::V14);
     peer.kv_host = Some("host".into());
     peer.kv_port = Some(1);
+    peer.side_channel = "host:1".parse().ok();
     peer.lease = Some(std::time::Duration::from_secs(1));
     let mut sample = Config { prefill: vec![peer.clone()], decode: vec![peer], ..Config::default() };
     sample.admin.token = Some("token".into());

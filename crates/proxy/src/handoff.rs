@@ -22,6 +22,9 @@ pub(crate) struct HandedOff {
     pub(crate) blocks: usize,
     pub(crate) generation: Generation,
     pub(crate) mode: TransferMode,
+    /// Where a decode engine is sent for the handshake.
+    pub(crate) host: String,
+    pub(crate) port: u16,
     /// Whether a decode engine may read the blocks at all; what does not fit the prompt may kill it.
     pub(crate) sound: bool,
 }
@@ -73,6 +76,8 @@ pub(crate) fn accept(
         blocks: hand_off.remote_block_ids.total(),
         generation: if flat { Generation::V2 } else { Generation::V14 },
         mode: hand_off.transfer_mode.unwrap_or(TransferMode::Pull),
+        host: host.unwrap_or(&hand_off.remote_host).to_owned(),
+        port: prefill.spec.kv_port.unwrap_or(hand_off.remote_port),
         raw: rewritten,
         sound: true,
     };
@@ -116,7 +121,7 @@ fn reachable_host<'a>(prefill: &'a Peer, reported: &str, same_host: bool) -> Opt
     (!same_host && is_private_to_its_host(reported)).then(|| prefill.host())
 }
 
-fn is_private_to_its_host(host: &str) -> bool {
+pub(crate) fn is_private_to_its_host(host: &str) -> bool {
     if host.eq_ignore_ascii_case("localhost") || host.to_ascii_lowercase().ends_with(".localhost") {
         return true;
     }
