@@ -2,89 +2,29 @@
 //! connects to whatever stands there. Names are compared with names and addresses with addresses;
 //! nothing is resolved, but the address that the peer's answer came from counts as the peer's.
 
-use std::fmt;
-use std::net::{IpAddr, Ipv6Addr};
-use std::str::FromStr;
-
-use serde::{Deserialize, Serialize};
+use std::net::IpAddr;
+use std::ops::RangeInclusive;
 
 use crate::Core;
 use crate::error::HandOffRefusal;
-use crate::handoff::HandedOff;
 use crate::pool::peer::Peer;
 use crate::registry::EngineRecord;
 use crate::settings::AddressCheck;
+use crate::side_channel::channels::ChannelAddress;
 use crate::upstream::Route;
-
-/// A side channel as an operator writes it: `host`, which stands for every port, or `host:port`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct SideChannel {
-    host: String,
-    /// That of data-parallel rank 0; the others follow.
-    port: Option<u16>,
-}
-
-/// The text is neither `host` nor `host:port`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("must be a host or host:port, an IPv6 address with a port in brackets")]
-pub struct NotASideChannel;
-
-impl FromStr for SideChannel {
-    type Err = NotASideChannel;
-
-    fn from_str(text: &str) -> Result<Self, NotASideChannel> {
-        if text.parse::<Ipv6Addr>().is_ok() {
-            return Ok(Self { host: text.to_owned(), port: None });
-        }
-        let (host, port) = match text.rsplit_once(':') {
-            Some((host, port)) if !port.ends_with(']') => (host, Some(port)),
-            _ => (text, None),
-        };
-        let port = port.map(str::parse::<u16>).transpose().map_err(|_| NotASideChannel)?;
-        let host = bare(host);
-        if port == Some(0) || !crate::pool::peer::is_host(host) {
-            return Err(NotASideChannel);
-        }
-        Ok(Self { host: host.to_owned(), port })
-    }
-}
-
-impl TryFrom<String> for SideChannel {
-    type Error = NotASideChannel;
-
-    fn try_from(text: String) -> Result<Self, NotASideChannel> {
-        text.parse()
-    }
-}
-
-impl From<SideChannel> for String {
-    fn from(channel: SideChannel) -> Self {
-        channel.to_string()
-    }
-}
-
-impl fmt::Display for SideChannel {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.port {
-            Some(port) if self.host.contains(':') => write!(f, "[{}]:{port}", self.host),
-            Some(port) => write!(f, "{}:{port}", self.host),
-            None => f.write_str(&self.host),
-        }
-    }
-}
 
 impl Core {
     /// The refusal of a hand-off whose address is not its peer's, as far as that is to be checked.
     pub(crate) fn foreign_address(
         &self,
         peer: &Peer,
-        hand_off: &HandedOff,
+        hand_off: &crate::handoff::HandedOff,
         route: Route,
     ) -> Option<HandOffRefusal> {
         let check = self.settings.hand_off.address_check;
         let engine = self.registry.engine(&hand_off.engine_id);
-        is_foreign(check, peer, engine.as_deref(), hand_off, route).then_some(HandOffRefusal::ForeignAddress)
+        is_foreign(check, peer, engine.as_deref(), &hand_off.channel.address, route)
+            .then_some(HandOffRefusal::ForeignAddress)
     }
 }
 
@@ -92,10 +32,10 @@ fn is_foreign(
     check: AddressCheck,
     peer: &Peer,
     engine: Option<&EngineRecord>,
-    hand_off: &HandedOff,
+    named: &ChannelAddress,
     route: Route,
 ) -> bool {
-    let configured = peer.spec.side_channel.as_ref();
+    let configured = peer.spec.side_channel.as_deref().and_then(ChannelAddress::parse);
     let traits = engine.map(|engine| &engine.traits);
     let (host, port) =
         traits.map_or((None, None), |traits| (traits.side_channel_host.as_deref(), traits.side_channel_port));
@@ -105,34 +45,42 @@ fn is_foreign(
         AddressCheck::Known if !is_known => return false,
         AddressCheck::Known | AddressCheck::Strict => {}
     }
-    let dp_rank = engine.map_or(0, |engine| engine.dp_rank);
-    let configured_port = configured
-        .and_then(|channel| channel.port)
-        .map(|port| u16::try_from(dp_rank).ok().and_then(|rank| port.checked_add(rank)).unwrap_or(0));
     // What the operator has put there is the operator's word.
-    let same_port =
-        |port: Option<u16>| peer.spec.kv_port.is_some() || port.is_none_or(|port| port == hand_off.port);
-    let named = |host: &str| peer.spec.kv_host.is_some() || is_same(host, &hand_off.host);
-    let is_own_host = named(peer.host())
-        || route.remote.is_some_and(|ip| hand_off_ip(hand_off) == Some(ip))
-        || route.same_host && crate::handoff::is_private_to_its_host(&hand_off.host);
-    let own = is_own_host && same_port(port.or(configured_port));
-    let by_settings = configured.is_some_and(|channel| named(&channel.host) && same_port(configured_port));
-    let by_registration = host.is_some_and(|host| named(host) && same_port(port));
+    let same_port = |ports: Option<RangeInclusive<u16>>| {
+        peer.spec.kv_port.is_some() || ports.is_none_or(|ports| ports.contains(&named.port))
+    };
+    let same_host = |host: &str| peer.spec.kv_host.is_some() || is_same(host, &named.host);
+    let registered = port.map(|port| port..=port);
+    let configured_ports = configured.as_ref().map(|channel| ports_of(channel, peer, engine));
+    let is_own_host = same_host(peer.host())
+        || route.remote.is_some_and(|ip| ip_of(&named.host) == Some(ip))
+        || route.same_host && crate::handoff::is_private_to_its_host(&named.host);
+    let own = is_own_host && same_port(registered.clone().or_else(|| configured_ports.clone()));
+    let by_settings =
+        configured.as_ref().is_some_and(|channel| same_host(&channel.host) && same_port(configured_ports));
+    let by_registration = host.is_some_and(|host| same_host(host) && same_port(registered));
     !(own || by_settings || by_registration)
+}
+
+/// The ports that the operator's one stands for: each data-parallel engine has the next one.
+fn ports_of(channel: &ChannelAddress, peer: &Peer, engine: Option<&EngineRecord>) -> RangeInclusive<u16> {
+    let after = |ranks: u32| channel.port.saturating_add(u16::try_from(ranks).unwrap_or(u16::MAX));
+    match engine {
+        Some(engine) => after(engine.dp_rank)..=after(engine.dp_rank),
+        None => channel.port..=after(peer.spec.dp_size.unwrap_or(1).saturating_sub(1)),
+    }
 }
 
 fn bare(host: &str) -> &str {
     host.trim_start_matches('[').trim_end_matches(']')
 }
 
-fn hand_off_ip(hand_off: &HandedOff) -> Option<IpAddr> {
-    bare(&hand_off.host).parse().ok().map(|ip: IpAddr| ip.to_canonical())
+fn ip_of(host: &str) -> Option<IpAddr> {
+    bare(host).parse().ok().map(|ip: IpAddr| ip.to_canonical())
 }
 
 fn is_same(one: &str, other: &str) -> bool {
-    let ip = |host: &str| bare(host).parse::<IpAddr>().ok().map(|ip| ip.to_canonical());
-    match (ip(one), ip(other)) {
+    match (ip_of(one), ip_of(other)) {
         (Some(one), Some(other)) => one == other,
         (None, None) => one.trim_end_matches('.').eq_ignore_ascii_case(other.trim_end_matches('.')),
         _ => false,
@@ -141,27 +89,14 @@ fn is_same(one: &str, other: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use bytes::Bytes;
-    use kv_connector::protocol::params::{Generation, TransferMode};
-
     use super::*;
     use crate::pool::peer::{PeerSpec, Role};
     use crate::registry::{Registration, Registry, RegistryLimits};
 
     const AWAY: Route = Route { same_host: false, remote: None };
 
-    fn hand_off(host: &str, port: u16) -> HandedOff {
-        HandedOff {
-            raw: Bytes::new(),
-            engine_id: "e".into(),
-            remote_request_id: "r".into(),
-            blocks: 1,
-            generation: Generation::V14,
-            mode: TransferMode::Pull,
-            host: host.into(),
-            port,
-            sound: true,
-        }
+    fn hand_off(host: &str, port: u16) -> ChannelAddress {
+        ChannelAddress::new(host, port)
     }
 
     fn peer(url: &str, tune: impl FnOnce(&mut PeerSpec)) -> Peer {
@@ -177,24 +112,6 @@ mod tests {
         registration.traits.side_channel_port = port;
         registry.register(registration).unwrap();
         registry.engine("e").unwrap()
-    }
-
-    #[test]
-    fn side_channels_are_read_and_written() {
-        for (text, host, port) in [
-            ("host", "host", None),
-            ("host:5600", "host", Some(5600)),
-            ("10.0.0.1:5600", "10.0.0.1", Some(5600)),
-            ("::1", "::1", None),
-            ("[::1]:5600", "::1", Some(5600)),
-        ] {
-            let read: SideChannel = text.parse().unwrap();
-            assert_eq!((read.host.as_str(), read.port), (host, port), "{text}");
-            assert_eq!(read.to_string(), text);
-        }
-        for text in ["", ":5600", "host:", "host:0", "host:70000", "tcp://host:1", "a b"] {
-            assert_eq!(text.parse::<SideChannel>(), Err(NotASideChannel), "{text}");
-        }
     }
 
     #[tokio::test]
@@ -233,11 +150,15 @@ mod tests {
 
     #[tokio::test]
     async fn the_operators_word_counts_for_every_data_parallel_rank() {
-        let peer = peer("http://10.0.0.7:8100", |spec| spec.side_channel = "10.9.9.9:5600".parse().ok());
+        let peer = peer("http://10.0.0.7:8100", |spec| {
+            spec.side_channel = Some("10.9.9.9:5600".into());
+            spec.dp_size = Some(2);
+        });
         let foreign = |engine: Option<&EngineRecord>, host, port| {
             is_foreign(AddressCheck::Known, &peer, engine, &hand_off(host, port), AWAY)
         };
         assert!(!foreign(None, "10.9.9.9", 5600));
+        assert!(!foreign(None, "10.9.9.9", 5601));
         assert!(foreign(None, "10.9.9.9", 5602));
         let third = registered(None, None, 2);
         assert!(!foreign(Some(&third), "10.9.9.9", 5602));

@@ -144,6 +144,7 @@ impl Proxy {
     /// by its engines' registration.
     #[must_use]
     pub fn remove_peer(&self, id: &str) -> Option<PeerView> {
+        let peer = self.core.pool.get(id)?;
         let place = self.place_of(id);
         // First, so that the registry's followers do not bring it back.
         self.core.pool.operator.change(|state| {
@@ -152,7 +153,9 @@ impl Proxy {
             state.quarantined.remove(id);
             state.removed.extend(place);
         });
-        self.core.pool.remove(id)
+        let view = self.core.pool.remove(id)?;
+        self.core.side_channels_forgotten(&peer);
+        Some(view)
     }
 
     fn place_of(&self, id: &str) -> Option<PeerPlace> {

@@ -19,6 +19,7 @@ pub mod request;
 mod request_id;
 mod retry;
 mod settings;
+mod side_channel;
 pub mod splice;
 mod stream;
 mod upstream;
@@ -32,7 +33,6 @@ use http::{Method, Response};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-pub use address::SideChannel;
 pub use disagg::Exchange;
 pub use error::{Broken, Fault, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
 pub use fleet::{DrainEnd, Drained};
@@ -42,7 +42,7 @@ pub use ledger::{HandOffState, HandOffView};
 pub use metrics::METRICS_CONTENT_TYPE;
 pub use pool::{
     Authorization, ModelList, OperatorState, PairView, PeerFault, PeerPlace, PeerSpec, PeerSpecError,
-    PeerState, PeerView, QuarantineView, Readiness, Restarts, Role, Verdict,
+    PeerState, PeerView, QuarantineView, Readiness, Restarts, Role, Verdict, is_host,
 };
 pub use registry::{
     AboutEngine, ChangeKind, Changes, ClockReading, Echo, EngineRecord, EngineRole, EngineState,
@@ -55,11 +55,14 @@ pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{
     AddressCheck, HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Timeouts, UnknownPairs,
 };
+pub use side_channel::channels::{SideChannelState, SideChannelView};
+pub use side_channel::settings::{FrontSettings, NotPorts, PortRange, ReadSideChannels, SideChannelSettings};
 pub use stream::{RelayBody, RelayError};
 
 use ledger::Ledger;
 use metrics::Metrics;
 use pool::Pool;
+use side_channel::SideChannels;
 use upstream::Upstream;
 
 /// What every part of the core shares.
@@ -70,6 +73,7 @@ struct Core {
     ledger: Ledger,
     registry: Registry,
     retries: retry::Budget,
+    side_channels: SideChannels,
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
     stop: CancellationToken,
@@ -98,6 +102,7 @@ impl Proxy {
                 ..RegistryLimits::default()
             }),
             pool: Pool::new(settings.pairing.clone()),
+            side_channels: SideChannels::default(),
             upstream,
             metrics,
             tasks,
@@ -107,6 +112,7 @@ impl Proxy {
         });
         pool::probe::watch(Arc::clone(&core));
         fleet::follow(Arc::clone(&core));
+        side_channel::start(&core);
         core.tasks.spawn(core.registry.clone().expire_until(core.stop.clone()));
         Self { core }
     }

@@ -24,7 +24,7 @@ use operator::Operator;
 pub use operator::{OperatorState, PeerPlace};
 pub use pairing::Verdict;
 use pairing::{ByAddress, Identity};
-pub use peer::{Authorization, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Role};
+pub use peer::{Authorization, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Role, is_host};
 use peer::{InFlight, Peer};
 pub use standing::Restarts;
 use tokio::time::Instant;
