@@ -254,7 +254,10 @@ impl Core {
             engine_answered(&peer, status);
             return Err(PrefillFault::Status(status));
         }
-        Ok(match handoff::accept(&answer, &peer, route(&head).same_host, self.tokens_per_block()) {
+        let by_way_of = self.settings.hand_off.registry_address.as_ref();
+        let accepted = handoff::accept(&answer, &peer, route(&head).same_host, self.tokens_per_block());
+        let accepted = accepted.and_then(|hand_off| Ok(hand_off.by_way_of(by_way_of)?));
+        Ok(match accepted {
             Ok(hand_off) => {
                 if peer.saw_engine(&hand_off.engine_id) {
                     self.pool.relearn();
@@ -263,8 +266,8 @@ impl Core {
             }
             Err(refused) => {
                 peer.failed(&format!("hand-off {}", refused.refusal.label()), false);
-                if let Some(unused) = refused.unused {
-                    drop(Lease::open(self, *unused, &peer, request, &exchange.request_id));
+                if let Some(Ok(unused)) = refused.unused.map(|unused| unused.by_way_of(by_way_of)) {
+                    drop(Lease::open(self, unused, &peer, request, &exchange.request_id));
                 }
                 self.without_hand_off(refused.refusal, &exchange.request_id).map(|()| None)
             }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::registry_address::RegistryAddress;
 use crate::request::InjectedHandOff;
 
 /// What the core needs to know to serve requests.
@@ -159,6 +160,10 @@ pub struct HandOffPolicy {
     /// Whether a hand-off must name enough blocks for its tokens where the registry knows the
     /// engine's block size. Turn it off for models whose every layer has a sliding window.
     pub check_block_count: bool,
+    /// Address of the registry that takes the place of the prefill engine's in every hand-off, for
+    /// decode engines that shake hands over HTTP with what their hand-off names. Others would fail.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub registry_address: Option<RegistryAddress>,
 }
 
 impl Default for HandOffPolicy {
@@ -172,6 +177,7 @@ impl Default for HandOffPolicy {
             lease_margin: Duration::from_secs(5),
             abandon_grace: Duration::from_secs(5),
             check_block_count: true,
+            registry_address: None,
         }
     }
 }

@@ -14,8 +14,9 @@ from typing import Any
 from kvbaton_vllm.announcer import Announcer
 from kvbaton_vllm.errors import NobodyKnows
 from kvbaton_vllm.handshake import Lookup, RegistrySocket
+from kvbaton_vllm.last_will import LastWill
 from kvbaton_vllm.registry import EngineDescription, Place, Rank, Registry
-from kvbaton_vllm.settings import HandOffAddress, Settings, SideChannel
+from kvbaton_vllm.settings import HandOffAddress, LastWillPolicy, Settings, SideChannel
 from kvbaton_vllm.termination import on_termination
 from kvbaton_vllm.wire import Endpoint
 
@@ -41,6 +42,7 @@ class SchedulerHalf:
         self._encode = encode
         self._log = log
         self._announcers: list[Announcer] = []
+        self._last_will: LastWill | None = None
         self._hears_of_the_end = False
         self._serve_side_channel = scheduler.set_xfer_handshake_metadata
         self._shut_down = scheduler.shutdown
@@ -57,6 +59,7 @@ class SchedulerHalf:
         ]
         for announcer in self._announcers:
             announcer.start()
+        self._make_last_will()
         if not self._hears_of_the_end:
             self._hears_of_the_end = on_termination(self._terminated)
         if self._settings.side_channel is SideChannel.ON:
@@ -68,6 +71,20 @@ class SchedulerHalf:
             announcer.ask_to_leave()
         self._shut_down()
         self._leave()
+
+    def _make_last_will(self) -> None:
+        if self._settings.last_will is LastWillPolicy.OFF or not self._registries:
+            return
+        urls = [registry.url for registry in self._registries]
+        try:
+            credentials = self._settings.credentials
+            self._last_will = LastWill(urls, self._engine.engine_id, credentials)
+        except OSError as error:
+            self._log.warning(
+                "kvbaton: %s; killed, the engine would stay registered for %g s",
+                error,
+                self._settings.ttl,
+            )
 
     def _terminated(self) -> None:
         # In a signal handler.
@@ -83,6 +100,9 @@ class SchedulerHalf:
         for announcer in self._announcers:
             announcer.join()
         self._announcers = []
+        if self._last_will is not None:
+            self._last_will.revoke()
+            self._last_will = None
 
 
 class WorkerHalf:

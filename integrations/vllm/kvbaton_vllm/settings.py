@@ -24,6 +24,7 @@ _KEYS = {
     "unknown_version": "KVBATON_UNKNOWN_VERSION",
     "ttl": "KVBATON_TTL",
     "budget": "KVBATON_BUDGET",
+    "last_will": "KVBATON_LAST_WILL",
 }
 _TOKEN = "KVBATON_TOKEN"
 
@@ -49,6 +50,13 @@ class HandOffAddress(enum.Enum):
 
 class SideChannel(enum.Enum):
     """Whether vLLM's own ZMQ socket is used besides the registry."""
+
+    OFF = "off"
+    ON = "on"
+
+
+class LastWillPolicy(enum.Enum):
+    """Whether a process of its own takes an engine that was killed out of the registries."""
 
     OFF = "off"
     ON = "on"
@@ -86,6 +94,7 @@ class Settings:
     hand_off: HandOffAddress
     side_channel: SideChannel
     unknown_version: UnknownVersion
+    last_will: LastWillPolicy
     ttl: float
     budget: float
 
@@ -123,6 +132,7 @@ class Settings:
             hand_off=hand_off,
             side_channel=_choice("side_channel", given, SideChannel.OFF),
             unknown_version=_choice("unknown_version", given, UnknownVersion.PLAIN),
+            last_will=_choice("last_will", given, LastWillPolicy.ON),
             ttl=_seconds("ttl", given.get("ttl", 30.0), 1.0, 86400.0),
             budget=_seconds("budget", given.get("budget", 4.5), 0.1, LONGEST_BUDGET),
         )

@@ -27,7 +27,8 @@ ACKNOWLEDGED = (201, {}, b'{"router_clock": 1.0, "ttl_seconds": 60.0}')
 
 
 def settings(**section: Any) -> Settings:
-    return Settings.read({"kvbaton": {"budget": 1, **section}}, {"KVBATON_TOKEN": TOKEN})
+    section = {"budget": 1, "last_will": "off", **section}
+    return Settings.read({"kvbaton": section}, {"KVBATON_TOKEN": TOKEN})
 
 
 class PlainSocket:
@@ -224,14 +225,13 @@ def test_publishing_does_not_wait_for_a_registry_that_is_not_there() -> None:
 
 
 PROGRAM = """
-import logging, signal, sys, threading
+import signal, sys
 from test_attach import Scheduler, scheduler_half
-ended = threading.Event()
 def handler(number, frame):
     print("handled", flush=True)
 signal.signal(signal.SIGTERM, handler)
 scheduler = Scheduler()
-half = scheduler_half(scheduler, registry=sys.argv[1])
+half = scheduler_half(scheduler, registry=sys.argv[1], last_will=sys.argv[3])
 half._drains = sys.argv[2] == "drains"
 scheduler.set_xfer_handshake_metadata({(0, 0): "a"})
 print("published", flush=True)
@@ -240,33 +240,73 @@ scheduler.shutdown()
 """
 
 
+@contextlib.contextmanager
+def engine_process(stub: Stub, mode: str, last_will: str) -> Iterator[subprocess.Popen[str]]:
+    """An engine of a few lines in a process of its own, registered."""
+    stub.replies = [ACKNOWLEDGED]
+    package = REPOSITORY / "integrations" / "vllm"
+    path = [str(package), str(Path(__file__).parent), *sys.path]
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, stub.url, mode, last_will],
+        env={"PYTHONPATH": ":".join(path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "published\n"
+        wait_until(lambda: len(stub.requests) >= 2, "registered")
+        yield process
+
+
+def end_in_order(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("x")
+    process.stdin.close()
+    assert process.wait(SOON) == 0
+
+
 @pytest.mark.parametrize(
     ("mode", "method", "state"), [("aborts", "DELETE", None), ("drains", "POST", "draining")]
 )
 def test_sigterm_is_heard_at_once_and_passed_on(
     stub: Stub, mode: str, method: str, state: str | None
 ) -> None:
-    stub.replies = [ACKNOWLEDGED]
-    package = REPOSITORY / "integrations" / "vllm"
-    path = f"{package}:{Path(__file__).parent}:{':'.join(sys.path)}"
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, stub.url, mode],
-        env={"PYTHONPATH": path},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin is not None
+    with engine_process(stub, mode, "off") as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "published\n"
-        wait_until(lambda: len(stub.requests) >= 2, "registered")
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline() == "handled\n"
         wait_until(lambda: len(stub.requests) >= 3, "told before the shutdown")
         told = stub.requests[2]
         assert told[0] == method
         assert (json.loads(told[3])["state"] if told[3] else None) == state
-        process.stdin.write("x")
-        process.stdin.close()
-        assert process.wait(SOON) == 0
+        end_in_order(process)
     assert stub.requests[-1][0] == "DELETE"
+
+
+def test_a_killed_engine_leaves_all_the_same(stub: Stub) -> None:
+    with engine_process(stub, "aborts", "on") as process:
+        process.kill()
+        process.wait(SOON)
+        wait_until(lambda: stub.requests[-1][0] == "DELETE", "its last will is done")
+    assert stub.requests[-1][1] == "/registry/v1/engines/e"
+    assert stub.requests[-1][2]["authorization"] == f"Bearer {TOKEN}"
+
+
+def test_the_last_will_is_nobodys_child(stub: Stub) -> None:
+    with engine_process(stub, "aborts", "on") as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(lambda: all(is_zombie(pid) for pid in children.read_text().split()), "orphaned")
+        process.kill()
+        process.wait(SOON)
+        wait_until(lambda: stub.requests[-1][0] == "DELETE", "its last will is done")
+
+
+def is_zombie(pid: str) -> bool:
+    return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+
+
+def test_an_engine_that_left_in_order_has_no_last_will(stub: Stub) -> None:
+    with engine_process(stub, "aborts", "on") as process:
+        end_in_order(process)
+    assert [request[0] for request in stub.requests].count("DELETE") == 1

@@ -9,6 +9,7 @@ import pytest
 from kvbaton_vllm.settings import (
     Credentials,
     HandOffAddress,
+    LastWillPolicy,
     Settings,
     SettingsError,
     SideChannel,
@@ -31,6 +32,7 @@ def test_a_url_is_enough() -> None:
         hand_off=HandOffAddress.SIDE_CHANNEL,
         side_channel=SideChannel.OFF,
         unknown_version=UnknownVersion.PLAIN,
+        last_will=LastWillPolicy.ON,
         ttl=30.0,
         budget=4.5,
     )
@@ -85,6 +87,7 @@ def test_the_hand_off_alone_may_name_the_registry() -> None:
         ({"registry": URL, "side_channel": "maybe"}, "side_channel"),
         ({"registry": URL, "unknown_version": "hope"}, "unknown_version"),
         ({"registry": URL, "hand_off": True}, "hand_off"),
+        ({"registry": URL, "last_will": "no"}, "last_will"),
     ],
 )
 def test_a_wrong_setting_is_named(section: dict[str, Any], key: str) -> None:
