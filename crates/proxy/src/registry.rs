@@ -9,6 +9,7 @@ mod limits;
 mod look_up;
 mod record;
 mod registration;
+mod sampled;
 mod state;
 mod watch;
 
