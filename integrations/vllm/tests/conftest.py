@@ -20,7 +20,7 @@ from kvbaton_vllm.wire import Endpoint
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CAPTURES = REPOSITORY / "tests" / "fixtures" / "captures"
-SOON = 20.0
+SOON = 60.0
 TOKEN = "right-token"
 
 Reply = tuple[int, dict[str, str], bytes]
