@@ -91,6 +91,7 @@ fn schema() -> Table {
     let mut sample = Config { prefill: vec![peer.clone()], decode: vec![peer], ..Config::default() };
     sample.admin.token = Some("token".into());
     sample.side_channel.front.advertise = Some("host".into());
+    sample.hand_off.registry_address = "host:1".parse().ok();
     let mut table = Table::try_from(sample).unwrap_or_default();
     for list in ["prefill", "decode"] {
         if let Some(Value::Array(peers)) = table.get_mut(list) {

@@ -262,6 +262,8 @@ impl Core {
             self.metrics.hand_off_refused(&error);
             return Ok(Err(ProxyError::HandOff(error).into()));
         }
+        let by_way_of = self.settings.hand_off.registry_address.as_ref();
+        let accepted = accepted.and_then(|hand_off| Ok(hand_off.by_way_of(by_way_of)?));
         Ok(match accepted {
             Ok(hand_off) => {
                 self.side_channel_named(&peer, &hand_off);
@@ -272,8 +274,8 @@ impl Core {
             }
             Err(refused) => {
                 peer.failed(&format!("hand-off {}", refused.refusal.label()), false);
-                if let Some(unused) = refused.unused {
-                    drop(Lease::open(self, *unused, &peer, request, &exchange.request_id));
+                if let Some(Ok(unused)) = refused.unused.map(|unused| unused.by_way_of(by_way_of)) {
+                    drop(Lease::open(self, unused, &peer, request, &exchange.request_id));
                 }
                 self.without_hand_off(refused.refusal, &exchange.request_id).map(|()| None)
             }

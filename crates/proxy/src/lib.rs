@@ -15,6 +15,7 @@ mod metrics;
 mod pool;
 mod prefill;
 mod registry;
+mod registry_address;
 pub mod request;
 mod request_id;
 mod retry;
@@ -50,6 +51,7 @@ pub use registry::{
     RankPayload, RankView, Receipt, Registered, Registration, Registry, RegistryChange, RegistryError,
     RegistryLimits, RegistrySnapshot, Watched, Watcher, canonical_base_url,
 };
+pub use registry_address::{NotAnAddress, RegistryAddress};
 pub use request::{BadRequest, Endpoint, InjectedHandOff};
 pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::registry_address::RegistryAddress;
 use crate::request::InjectedHandOff;
 use crate::side_channel::settings::SideChannelSettings;
 
@@ -171,6 +172,10 @@ pub struct HandOffPolicy {
     pub check_block_count: bool,
     /// Which addresses a hand-off may name.
     pub address_check: AddressCheck,
+    /// Address of the registry that takes the place of the prefill engine's in every hand-off, for
+    /// decode engines that shake hands over HTTP with what their hand-off names. Others would fail.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub registry_address: Option<RegistryAddress>,
 }
 
 /// Which side channel addresses a prefill engine's hand-offs may name.
@@ -198,6 +203,7 @@ impl Default for HandOffPolicy {
             abandon_grace: Duration::from_secs(5),
             check_block_count: true,
             address_check: AddressCheck::Known,
+            registry_address: None,
         }
     }
 }
