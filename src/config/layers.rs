@@ -85,6 +85,9 @@ fn schema() -> Table {
     peer.kv_host = Some("host".into());
     peer.kv_port = Some(1);
     peer.lease = Some(std::time::Duration::from_secs(1));
+    peer.dp_rank = Some(0);
+    peer.dp_size = Some(1);
+    peer.hand_offs = Some(vec![kvbaton_proxy::Endpoint::Completions]);
     let mut sample = Config { prefill: vec![peer.clone()], decode: vec![peer], ..Config::default() };
     sample.admin.token = Some("token".into());
     let mut table = Table::try_from(sample).unwrap_or_default();

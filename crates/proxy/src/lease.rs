@@ -18,7 +18,7 @@ use crate::metrics::HandOffResult;
 use crate::pool::peer::Peer;
 use crate::request::{ClientRequest, Endpoint};
 use crate::request_id::RequestId;
-use crate::splice::Spliced;
+use crate::splice::{PromptPart, Spliced};
 use crate::upstream::{Leg, own_headers};
 
 /// How many decode engines a release tries.
@@ -92,6 +92,11 @@ impl Lease {
     /// The hand-off's bytes for the decode leg.
     pub(crate) fn raw(&self) -> Option<Bytes> {
         self.hold.as_ref().map(|hold| hold.hand_off.raw.clone())
+    }
+
+    /// What the prefill engine said of the prompt.
+    pub(crate) fn part(&self) -> Option<PromptPart> {
+        self.hold.as_ref().map(|hold| hold.hand_off.part.clone())
     }
 
     /// Since when the prefill engine holds the blocks.

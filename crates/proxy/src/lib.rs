@@ -1,11 +1,13 @@
 //! kvbaton's core: it decides which pair serves a request, moves the bytes of both legs, and
 //! keeps account of every hand-off. Knows HTTP's types but no web framework.
 
+mod account;
 mod answer;
 mod connection;
 mod disagg;
 mod error;
 mod handoff;
+mod held;
 pub mod json;
 mod lease;
 mod ledger;
@@ -13,6 +15,7 @@ mod metrics;
 mod pool;
 mod prefill;
 mod registry;
+mod relay;
 pub mod request;
 mod request_id;
 mod retry;
@@ -30,8 +33,10 @@ use http::{Method, Response};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-pub use disagg::Exchange;
+pub use account::Account;
+pub use disagg::{Exchange, Order};
 pub use error::{Broken, Fault, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
+pub use held::{Held, Share};
 pub use kv_connector::protocol::params::Generation;
 pub use ledger::{HandOffState, HandOffView};
 pub use metrics::METRICS_CONTENT_TYPE;
@@ -48,9 +53,9 @@ pub use registry::{
 pub use request::{BadRequest, Endpoint, InjectedHandOff};
 pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{
-    HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Timeouts, UnknownPairs,
+    HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Streaming, Timeouts, UnknownPairs,
 };
-pub use stream::{RelayBody, RelayError};
+pub use stream::{EventError, RelayBody, RelayError, error_event};
 
 use ledger::Ledger;
 use metrics::Metrics;
@@ -62,12 +67,15 @@ struct Core {
     settings: Settings,
     pool: Pool,
     upstream: Upstream,
+    held: Held,
     ledger: Ledger,
     registry: Registry,
     retries: retry::Budget,
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
     stop: CancellationToken,
+    /// What still runs is to end now.
+    cut: CancellationToken,
     draining: AtomicBool,
 }
 
@@ -83,7 +91,8 @@ impl Proxy {
     #[must_use]
     pub fn start(settings: Settings, tasks: TaskTracker, stop: CancellationToken) -> Self {
         let metrics = Metrics::new();
-        let upstream = Upstream::new(&settings.timeouts, tasks.clone());
+        let held = Held::new(settings.limits.held_bytes);
+        let upstream = Upstream::new(&settings.timeouts, held.clone(), tasks.clone());
         let core = Arc::new(Core {
             retries: retry::Budget::new(settings.retry.clone()),
             ledger: Ledger::new(Arc::clone(&metrics)),
@@ -94,9 +103,11 @@ impl Proxy {
             }),
             pool: Pool::default(),
             upstream,
+            held,
             metrics,
             tasks,
             stop,
+            cut: CancellationToken::new(),
             draining: AtomicBool::new(false),
             settings,
         });
@@ -105,17 +116,37 @@ impl Proxy {
         Self { core }
     }
 
-    /// Serves one completion over both legs. Dropping the future or the body frees everything.
+    /// Opens the account of one request; `endpoint` is its name in metrics and must be one of few.
+    #[must_use]
+    pub fn account(&self, request_id: &RequestId, endpoint: &'static str) -> Account {
+        Account::open(Arc::clone(&self.core.metrics), request_id.clone(), endpoint)
+    }
+
+    /// The room for bodies, of requests being read too.
+    #[must_use]
+    pub fn held(&self) -> &Held {
+        &self.core.held
+    }
+
+    /// Reads a request for an endpoint with two legs.
+    ///
+    /// # Errors
+    /// It cannot be served by any engine.
+    pub fn read(&self, endpoint: Endpoint, exchange: &Exchange, body: Bytes) -> Result<Order, ProxyError> {
+        self.core.read(endpoint, exchange, body)
+    }
+
+    /// Serves a request over both legs. Dropping the future or the body frees everything.
     ///
     /// # Errors
     /// Why no answer could be had; nothing has been sent to the client then.
-    pub async fn complete(
-        &self,
-        endpoint: Endpoint,
-        exchange: Exchange,
-        body: Bytes,
-    ) -> Result<Response<RelayBody>, ProxyError> {
-        self.core.complete(endpoint, &exchange, body).await
+    pub async fn serve(&self, order: Order, exchange: Exchange) -> Result<Response<RelayBody>, ProxyError> {
+        self.core.serve(&order, &exchange).await
+    }
+
+    /// Ends what still runs: streams with an error event, other requests with an error.
+    pub fn cut(&self) {
+        self.core.cut.cancel();
     }
 
     /// Forwards a request without a prefill leg to a decode engine.
@@ -211,6 +242,7 @@ impl Proxy {
     #[must_use]
     pub fn metrics(&self) -> String {
         self.core.ledger.sweep();
+        self.core.metrics.held_bytes(self.core.held.bytes());
         self.core.metrics.encode()
     }
 }

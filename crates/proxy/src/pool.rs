@@ -20,6 +20,7 @@ use peer::{InFlight, Peer};
 
 use crate::error::{ProxyError, Stage};
 use crate::registry::{Registry, canonical_base_url};
+use crate::request::Endpoint;
 use crate::settings::UnknownPairs;
 
 #[derive(Debug, Default)]
@@ -66,9 +67,7 @@ impl Pool {
             Some(name) => checked_name(name)?,
             None => numbered(&current, &mut numbers, spec.role),
         };
-        let twin = current.all().find(|peer| {
-            peer.id == id || (peer.spec.role == spec.role && is_same_url(&peer.spec.url, &spec.url))
-        });
+        let twin = current.all().find(|peer| peer.id == id || is_same_place(&peer.spec, &spec));
         if let Some(twin) = twin {
             return Err(PeerSpecError::Exists { id: twin.id.clone() });
         }
@@ -163,6 +162,13 @@ impl Pool {
         snapshot.prefill.iter().any(|p| p.is_ready() && pairing::judge(p, decode).allows(unknown))
     }
 
+    /// Whether no prefill peer that is ready takes hand-offs on an endpoint.
+    pub(crate) fn none_hands_off_on(&self, endpoint: Endpoint) -> bool {
+        let snapshot = self.snapshot.load();
+        let mut ready = snapshot.prefill.iter().filter(|peer| peer.is_ready()).peekable();
+        ready.peek().is_some() && ready.all(|peer| !peer.hands_off_on(endpoint))
+    }
+
     /// Whether any ready pair can hand off.
     pub(crate) fn has_pair(&self, unknown: UnknownPairs) -> bool {
         let snapshot = self.snapshot.load();
@@ -213,6 +219,12 @@ fn numbered(current: &Snapshot, numbers: &mut [usize; 2], role: Role) -> String 
             return id;
         }
     }
+}
+
+/// Whether both mean one engine in one role; an address without a rank means all of its ranks.
+fn is_same_place(one: &PeerSpec, other: &PeerSpec) -> bool {
+    let ranks_differ = one.dp_rank.zip(other.dp_rank).is_some_and(|(one, other)| one != other);
+    one.role == other.role && is_same_url(&one.url, &other.url) && !ranks_differ
 }
 
 fn is_same_url(one: &str, other: &str) -> bool {

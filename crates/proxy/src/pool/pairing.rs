@@ -26,7 +26,8 @@ impl Identity {
     pub(crate) fn of(peer: &Peer, registry: &RegistrySnapshot) -> Self {
         let url = canonical_base_url(&peer.spec.url);
         let at_url = registry.engines.values().filter(|engine| url.is_some() && engine.base_url == url);
-        let mut engines: Vec<_> = at_url.collect();
+        let of_rank = at_url.filter(|engine| peer.spec.dp_rank.is_none_or(|rank| engine.dp_rank == rank));
+        let mut engines: Vec<_> = of_rank.collect();
         if engines.is_empty() {
             let named = peer.observed.read().engine_ids.clone();
             engines = named.iter().filter_map(|id| registry.engines.get(id)).collect();
