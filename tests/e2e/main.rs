@@ -19,6 +19,8 @@ mod program;
 mod registry;
 mod registry_v1;
 mod retry;
+mod right_answers;
 mod stream;
+mod stream_bounds;
 mod stream_faults;
 mod support;
