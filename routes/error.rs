@@ -334,6 +334,8 @@ fn peer_spec_face(error: &PeerSpecError) -> Face {
         }
         PeerSpecError::Token => Face::invalid("invalid_peer").param("token"),
         PeerSpecError::SideChannel => Face::invalid("invalid_peer").param("kv_host"),
+        PeerSpecError::SideChannelAddress => Face::invalid("invalid_peer").param("side_channel"),
+        PeerSpecError::Size => Face::invalid("invalid_peer").param("tp_size"),
         PeerSpecError::Lease => Face::invalid("invalid_peer").param("lease"),
         PeerSpecError::Ranks => Face::invalid("invalid_peer").param("dp_rank"),
         PeerSpecError::Name { .. } => Face::invalid("invalid_peer").param("name"),
@@ -345,13 +347,13 @@ fn peer_spec_face(error: &PeerSpecError) -> Face {
 pub(crate) fn event_of(error: &RouteError, endpoint: Endpoint) -> Bytes {
     let face = error.face();
     let message = face.message.unwrap_or_else(|| error.to_string());
-    if face.status.is_server_error() {
-        tracing::warn!(status = face.status.as_u16(), code = face.code, error = %error, "stream failed");
-    }
     if let RouteError::Refused { said } = error
         && let Some(event) = refusal_event(endpoint, said)
     {
         return event;
+    }
+    if face.status.is_server_error() {
+        tracing::warn!(status = face.status.as_u16(), code = face.code, error = %error, "stream failed");
     }
     let class = face.class.name();
     error_event(endpoint, &EventError { class, code: face.code, message: &message })

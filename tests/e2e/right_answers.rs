@@ -82,7 +82,8 @@ async fn item_20_cached_tokens_are_ps_in_responses_and_messages() {
     let shown = through_fake(RESPONSES, &response(4), "application/json", response_answer).await;
     let expected = r#"{"object":"response","usage":{"input_tokens":90,"input_tokens_details":{"cached_tokens":0},"output_tokens":4}}"#;
     assert_eq!(shown, expected);
-    let message_answer = r#"{"type":"message","usage":{"input_tokens":1,"output_tokens":4,"cache_read_input_tokens":89}}"#;
+    let message_answer =
+        r#"{"type":"message","usage":{"input_tokens":1,"output_tokens":4,"cache_read_input_tokens":89}}"#;
     let shown = through_fake(MESSAGES, &message(4), "application/json", message_answer).await;
     let expected =
         r#"{"type":"message","usage":{"input_tokens":90,"output_tokens":4,"cache_read_input_tokens":0}}"#;
@@ -238,7 +239,7 @@ async fn item_63_each_leg_names_its_own_peers_rank() {
         .config(move |config| {
             config.prefill[0].dp_rank = Some(5);
             let mut all = kvbaton_proxy::PeerSpec::new(Role::Decode, url.clone());
-            all.dp_size = Some(2);
+            (all.dp_size, all.dp_split) = (Some(2), true);
             config.decode.push(all);
         })
         .start()
@@ -265,7 +266,8 @@ async fn item_63_each_leg_names_its_own_peers_rank() {
 #[tokio::test]
 async fn item_63_a_clients_rank_passes_only_where_it_is_allowed() {
     for (allowed, expected) in [(false, vec![]), (true, vec!["9"])] {
-        let engine = FakeEngine::start(vec![Step::Send(http_answer("200 OK", "application/json", "{}"))]).await;
+        let engine =
+            FakeEngine::start(vec![Step::Send(http_answer("200 OK", "application/json", "{}"))]).await;
         let cluster = Cluster::builder()
             .decode(0)
             .peer(Role::Decode, &engine.url())

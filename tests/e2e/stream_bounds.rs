@@ -7,8 +7,8 @@ use kvbaton_proxy::Role;
 use serde_json::{Value, json};
 
 use crate::support::{
-    CHAT, COMPLETIONS, Cluster, End, FakeEngine, Gate, PROMPT, Step, Wire, chunk, completion, events, request,
-    single_text, sse_head, stream_text,
+    CHAT, COMPLETIONS, Cluster, End, FakeEngine, Gate, PROMPT, Step, Wire, chunk, completion, events,
+    request, single_text, sse_head, stream_text,
 };
 
 const EVENT: &[u8] = b"data: {\"choices\":[{\"text\":\"a\"}]}\n\n";
@@ -73,7 +73,8 @@ async fn item_22_never_a_comment_where_no_stream_was_asked_for_or_by_default() {
 async fn item_22_an_error_after_the_first_comment_is_an_event() {
     let cluster = Cluster::builder().config(|config| config.stream.keep_alive = TICK).start().await;
     let gate = cluster.p().faults().hold(Stage::Arrival, Leg::Prefill);
-    let said = json!({"error": {"message": "too long", "type": "BadRequestError", "param": null, "code": 400}});
+    let said =
+        json!({"error": {"message": "too long", "type": "BadRequestError", "param": null, "code": 400}});
     let fault = Fault::Refuse { status: 400, body: said };
     cluster.p().faults().arm(ArmedFault { fault, leg: Leg::Prefill, sticky: false });
     let mut wire = open(&cluster, &streamed(6)).await;
@@ -126,7 +127,9 @@ async fn item_31_a_client_that_leaves_is_a_499_and_no_engines_error() {
     gate.release();
     let left = [("status", "499"), ("outcome", "abandoned")];
     cluster
-        .wait_for("the request is counted", async || cluster.metric("kvbaton_requests_total", &left).await == 1.0)
+        .wait_for("the request is counted", async || {
+            cluster.metric("kvbaton_requests_total", &left).await == 1.0
+        })
         .await;
     let all = cluster.metric("kvbaton_requests_total", &[("endpoint", "completions")]).await;
     assert_eq!((all, cluster.metric("kvbaton_upstream_failures_total", &[]).await), (1.0, 0.0));
@@ -139,7 +142,12 @@ async fn item_31_a_client_that_leaves_is_a_499_and_no_engines_error() {
 
 #[tokio::test]
 async fn a_client_that_leaves_at_the_end_mark_was_served() {
-    let steps = vec![Step::Send(sse_head()), Step::Send(chunk(EVENT)), Step::Send(chunk(b"data: [DONE]\n\n")), Step::Hang];
+    let steps = vec![
+        Step::Send(sse_head()),
+        Step::Send(chunk(EVENT)),
+        Step::Send(chunk(b"data: [DONE]\n\n")),
+        Step::Hang,
+    ];
     let engine = FakeEngine::start(steps).await;
     let cluster = Cluster::builder().decode(0).peer(Role::Decode, &engine.url()).start().await;
     let mut wire = open(&cluster, &streamed(4)).await;
@@ -148,7 +156,9 @@ async fn a_client_that_leaves_at_the_end_mark_was_served() {
     drop(wire);
     let served = [("status", "200"), ("outcome", "served")];
     cluster
-        .wait_for("the request is counted", async || cluster.metric("kvbaton_requests_total", &served).await == 1.0)
+        .wait_for("the request is counted", async || {
+            cluster.metric("kvbaton_requests_total", &served).await == 1.0
+        })
         .await;
     cluster.finish().await;
 }
@@ -177,7 +187,8 @@ async fn late(steps: Vec<Step>, stream: bool, tune: fn(&mut kvbaton::config::Con
 #[tokio::test]
 async fn each_deadline_has_its_own_code() {
     let begun = || vec![Step::Send(sse_head()), Step::Send(chunk(EVENT)), Step::Hang];
-    let part = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 90\r\n\r\n{\"a\":".to_vec();
+    let part =
+        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 90\r\n\r\n{\"a\":".to_vec();
     let part = || vec![Step::Send(part.clone()), Step::Hang];
     let head = late(vec![Step::Hang], true, |config| config.timeouts.decode_head = TICK * 3).await;
     assert_eq!(head, (504, "upstream_timeout".to_owned()));
@@ -209,17 +220,16 @@ async fn a_stream_that_the_shutdown_cuts_ends_with_an_error_event() {
 
 #[tokio::test]
 async fn a_request_that_the_shutdown_cuts_gets_a_503() {
-    let engine = FakeEngine::start(vec![Step::Hang]).await;
     let cluster = Cluster::builder()
-        .decode(0)
-        .peer(Role::Decode, &engine.url())
-        .config(|config| config.shutdown.limit = Duration::from_secs(4))
-        // With its only decode engine hanging, nobody can free the blocks in the time that is left.
+        .config(|config| config.shutdown.limit = Duration::from_secs(6))
         .warns(&["request failed"])
         .start()
         .await;
+    // From now on the engines know each other, so that the release is a word that is not held.
+    assert_eq!(cluster.post(COMPLETIONS, &completion(PROMPT, 4)).await.status, 200);
+    let gate = cluster.d().faults().hold(Stage::BeforeHead, Leg::Decode);
     let mut wire = open(&cluster, &completion(PROMPT, 4)).await;
-    cluster.wait_for("the decode leg is out", async || !engine.seen().is_empty()).await;
+    gate.arrived(1).await;
     let ((status, _), ()) = tokio::join!(wire.head(), cluster.finish());
     assert_eq!(status, 503);
 }
@@ -274,7 +284,8 @@ async fn uploads_beyond_the_routers_room_are_refused() {
         assert_eq!(second.header("retry-after"), "1");
         // As well where the length is not declared.
         let text = body.to_string();
-        let pieces: Vec<Result<String, std::io::Error>> = vec![Ok(text[..9].to_owned()), Ok(text[9..].to_owned())];
+        let pieces: Vec<Result<String, std::io::Error>> =
+            vec![Ok(text[..9].to_owned()), Ok(text[9..].to_owned())];
         let chunked = reqwest::Body::wrap_stream(futures_util::stream::iter(pieces));
         let third = cluster.post_bytes(COMPLETIONS, chunked, &[]).await;
         cluster.assert_error(&third, 503, "no_room");
@@ -305,11 +316,21 @@ async fn a_half_closed_client_gets_its_answer_where_that_is_set() {
 
 #[tokio::test]
 async fn item_17_errors_of_the_other_dialects_are_their_own() {
-    for (path, begins) in [("/v1/messages", "event: error\ndata: {\"type\":\"error\","), (CHAT, "data: {\"error\":")] {
-        let steps = vec![Step::Send(sse_head()), Step::Send(chunk(b"event: message_start\ndata: {}\n\n")), Step::Reset];
+    for (path, begins) in
+        [("/v1/messages", "event: error\ndata: {\"type\":\"error\","), (CHAT, "data: {\"error\":")]
+    {
+        let steps = vec![
+            Step::Send(sse_head()),
+            Step::Send(chunk(b"event: message_start\ndata: {}\n\n")),
+            Step::Reset,
+        ];
         let engine = FakeEngine::start(steps).await;
-        let cluster =
-            Cluster::builder().decode(0).peer(Role::Decode, &engine.url()).warns(&["broke off", "release"]).start().await;
+        let cluster = Cluster::builder()
+            .decode(0)
+            .peer(Role::Decode, &engine.url())
+            .warns(&["broke off", "release"])
+            .start()
+            .await;
         let body = json!({"model": "sim", "stream": true, "max_tokens": 4, "messages": [{"role": "user", "content": "a"}]});
         let stream = cluster.post(path, &body).await.text();
         let (_, last) = stream.trim_end().rsplit_once("\n\n").unwrap();

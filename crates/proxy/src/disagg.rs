@@ -296,6 +296,7 @@ impl Core {
         Ok(match handoff::accept(request, &answer, &peer, route(&head).same_host, self.tokens_per_block()) {
             Ok(hand_off) => {
                 self.metrics.decided("disaggregated", "pair");
+                self.side_channel_named(&peer, &hand_off);
                 if peer.saw_engine(&hand_off.engine_id) {
                     self.pool.relearn();
                 }
@@ -363,7 +364,7 @@ impl Core {
             method: Method::POST,
             path: request.endpoint().path(),
             headers: self.decode_headers(exchange),
-            body: request.decode_body(lease.as_ref().and_then(Lease::raw)),
+            body: request.decode_body(lease.as_ref().and_then(|lease| lease.raw_for(&peer))),
         };
         if let Some(lease) = &mut lease {
             lease.dispatched(&peer);

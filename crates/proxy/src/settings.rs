@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::request::InjectedHandOff;
+use crate::side_channel::settings::SideChannelSettings;
 
 /// What the core needs to know to serve requests.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -19,6 +20,8 @@ pub struct Settings {
     pub hand_off: HandOffPolicy,
     /// Which engines are paired.
     pub pairing: Pairing,
+    /// The engines' ZMQ side channels.
+    pub side_channel: SideChannelSettings,
     /// Trying again on another engine.
     pub retry: Retry,
     /// Bounds on memory.

@@ -156,8 +156,8 @@ async fn run(shared: &Arc<Shared>, incoming: Incoming, plan: Plan) -> Result<Res
         return Err(Rejection::dead());
     }
     let samplings = request.check(&shared.config.model, shared.config.max_model_len)?;
-    // The prompt's tokens are not computed here, so that there is nothing to say of them; strict as the
-    // engines that die of it.
+    // The prompt's tokens are not computed here, so that there is nothing to say of them: engines were seen to
+    // crash on this (vllm#27449), or to leave it out. Nobody may rely on either.
     let pulls = transfer.leg() == Leg::Decode;
     let transfer = if pulls && request.reads_prompt_logprobs() { Transfer::Unusable } else { transfer };
     let base_id = match request.endpoint {

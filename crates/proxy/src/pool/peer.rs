@@ -17,6 +17,7 @@ use tokio::time::Instant;
 use super::pairing::Identity;
 use crate::error::Stage;
 use crate::request::Endpoint;
+use crate::side_channel::channels::{ChannelAddress, Channels, SideChannelView};
 use crate::upstream::X_DATA_PARALLEL_RANK;
 
 /// Most engine ids that are remembered of one peer: its data-parallel ranks, and some restarts.
@@ -86,16 +87,32 @@ pub struct PeerSpec {
     /// Port of the side channel, in place of the one that it reports.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kv_port: Option<u16>,
+    /// Where the router reads the engine's side channel, `host:port`; by its hand-offs when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub side_channel: Option<String>,
+    /// Tensor-parallel size of the engine, whose other ranks are read then too. A wrong one ends an
+    /// engine's side channel for good; hand-offs tell it as well.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tp_size: Option<u32>,
+    /// Pipeline stages of the engine, as with `tp_size`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pp_size: Option<u32>,
+    /// How many data-parallel engines there are behind the URL; each has the next port.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dp_size: Option<u32>,
+    /// Whether this decode engine shakes hands over the router's side channels, where there are any;
+    /// when absent, unless it registers by itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub front: Option<bool>,
     /// How long this prefill engine keeps an unread hand-off, as configured there.
     #[serde(default, with = "humantime_serde::option", skip_serializing_if = "Option::is_none")]
     pub lease: Option<Duration>,
     /// Which data-parallel rank behind the URL this is; each rank is a peer of its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dp_rank: Option<u32>,
-    /// How many data-parallel ranks are behind the URL; without `dp_rank`, an entry of the settings stands
-    /// for all of them.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub dp_size: Option<u32>,
+    /// Each of the `dp_size` ranks behind the URL is a peer of its own; for entries of the settings.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub dp_split: bool,
     /// The endpoints on which the engine takes hand-offs; by its version when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hand_offs: Option<Vec<Endpoint>>,
@@ -118,9 +135,14 @@ impl PeerSpec {
             generation: None,
             kv_host: None,
             kv_port: None,
+            side_channel: None,
+            tp_size: None,
+            pp_size: None,
+            dp_size: None,
+            front: None,
             lease: None,
             dp_rank: None,
-            dp_size: None,
+            dp_split: false,
             hand_offs: None,
             authorization: Authorization::Forward,
             token: None,
@@ -130,9 +152,10 @@ impl PeerSpec {
     /// The peers that an entry of the settings stands for: one, or one for each rank.
     #[must_use]
     pub fn ranks(&self) -> Vec<Self> {
-        let (None, Some(size)) = (self.dp_rank, self.dp_size) else { return vec![self.clone()] };
+        let (true, Some(size)) = (self.dp_split, self.dp_size) else { return vec![self.clone()] };
         let of_rank = |rank: u32| Self {
             dp_rank: Some(rank),
+            dp_split: false,
             name: self.name.as_ref().map(|name| format!("{name}-{rank}")),
             ..self.clone()
         };
@@ -178,11 +201,17 @@ pub enum PeerSpecError {
     /// `kv_host` or `kv_port` is no address.
     #[error("kv_host must be a host name or an IP address, and kv_port not 0")]
     SideChannel,
+    /// `side_channel` is no address.
+    #[error("side_channel must be host:port")]
+    SideChannelAddress,
+    /// One of the sizes is out of range.
+    #[error("tp_size, pp_size and dp_size must be from 1 to 1024")]
+    Size,
     /// `lease` is out of range.
     #[error("lease must be more than 0 and at most 7 days")]
     Lease,
-    /// The data-parallel rank is not one of so many, or there are none or too many.
-    #[error("dp_rank must be below dp_size, and dp_size from 1 to {MAX_RANKS}")]
+    /// The data-parallel rank is not one of so many, or there is nothing to split.
+    #[error("dp_rank must be below dp_size and below {MAX_RANKS}; dp_split needs dp_size and no dp_rank")]
     Ranks,
     /// Another peer has this name or this role, URL and rank.
     #[error("a peer with the same name or the same role, url and dp_rank exists: {id}")]
@@ -192,7 +221,9 @@ pub enum PeerSpecError {
     },
 }
 
-fn is_host(host: &str) -> bool {
+/// Whether a text is a host name or an IP address.
+#[must_use]
+pub fn is_host(host: &str) -> bool {
     let bare = host.trim_start_matches('[').trim_end_matches(']');
     let name = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'-' | b'_');
     bare.parse::<std::net::IpAddr>().is_ok()
@@ -264,6 +295,8 @@ pub(crate) struct Peer {
     pub(crate) observed: RwLock<Observed>,
     /// What the registry says of it; made anew when the registry changes.
     pub(crate) identity: ArcSwap<Identity>,
+    /// Its side channels as the router reads them.
+    pub(crate) channels: Channels,
 }
 
 impl Peer {
@@ -291,15 +324,24 @@ impl Peer {
         if spec.kv_host.as_deref().is_some_and(|host| !is_host(host)) || spec.kv_port == Some(0) {
             return Err(PeerSpecError::SideChannel);
         }
+        if spec.side_channel.as_deref().is_some_and(|text| ChannelAddress::parse(text).is_none()) {
+            return Err(PeerSpecError::SideChannelAddress);
+        }
+        let sizes = [spec.tp_size, spec.pp_size, spec.dp_size];
+        if sizes.into_iter().flatten().any(|size| !(1..=1024).contains(&size)) {
+            return Err(PeerSpecError::Size);
+        }
         if spec.lease.is_some_and(|lease| lease.is_zero() || lease > MAX_LEASE) {
             return Err(PeerSpecError::Lease);
         }
         let size = spec.dp_size.unwrap_or(MAX_RANKS);
-        if !(1..=MAX_RANKS).contains(&size) || spec.dp_rank.is_some_and(|rank| rank >= size) {
+        let unsplittable = spec.dp_split && (spec.dp_size.is_none() || spec.dp_rank.is_some());
+        if unsplittable || spec.dp_rank.is_some_and(|rank| rank >= size) {
             return Err(PeerSpecError::Ranks);
         }
         let prefix = uri.path().trim_end_matches('/').to_owned();
         let observed = Observed { generation: spec.generation, ..Observed::default() };
+        let channels = Channels::of(&spec);
         Ok(Self {
             id,
             spec,
@@ -312,6 +354,7 @@ impl Peer {
             met: RwLock::default(),
             observed: RwLock::new(observed),
             identity: ArcSwap::default(),
+            channels,
         })
     }
 
@@ -467,6 +510,7 @@ impl Peer {
             in_flight: self.in_flight(),
             authorization: self.spec.authorization,
             last_error: observed.last_error.clone(),
+            side_channels: self.channels.views(),
         }
     }
 }
@@ -511,4 +555,6 @@ pub struct PeerView {
     pub authorization: Authorization,
     /// The last failure, if there was one.
     pub last_error: Option<PeerFault>,
+    /// Its ZMQ side channels as the router reads them.
+    pub side_channels: Vec<SideChannelView>,
 }

@@ -344,6 +344,20 @@ mod tests {
     }
 
     #[test]
+    fn item_20_a_recorded_stream_of_a_message() {
+        let stream = include_str!("../../../../tests/fixtures/captures/messages_stream.D.resp.sse");
+        for size in [1, 7, 100, stream.len()] {
+            let pieces: Vec<&[u8]> = stream.as_bytes().chunks(size).collect();
+            let mut same = events(Endpoint::Messages, Some(128));
+            assert_eq!(relay(&mut same, &pieces), (stream.to_owned(), Sight::Token));
+            assert!(same.is_finished());
+            let shown = relay(&mut events(Endpoint::Messages, Some(0)), &pieces).0;
+            let counted = r#""usage":{"input_tokens":150,"output_tokens":8,"cache_creation_input_tokens":0,"cache_read_input_tokens":0}"#;
+            assert!(shown.contains(counted), "{shown}");
+        }
+    }
+
+    #[test]
     fn no_hand_off_leaves_in_a_stream() {
         let mut relayed = events(Endpoint::Completions, None);
         let shown = relay(&mut relayed, &[b"data: {\"a\":1,\"kv_transfer_params\":null}\n\n"]).0;
