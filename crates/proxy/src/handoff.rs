@@ -103,7 +103,7 @@ pub(crate) fn accept(
     let longest = hand_off.remote_block_ids.groups().iter().map(Vec::len).max().unwrap_or(0) as u64;
     let per_block = tokens_per_block(&handed_off.engine_id);
     match misfit(&answer, covered).or_else(|| shortfall(&answer, covered, longest, per_block)) {
-        None => match PromptPart::take(&answer, request.from_prefill(), request.prompt().as_ref()) {
+        None => match PromptPart::take(&answer, request.wanted_of_prefill(), request.prompt().as_ref()) {
             Some(part) => Ok(HandedOff { part, ..handed_off }),
             None => {
                 let refusal = HandOffRefusal::NoPromptLogprobs;

@@ -212,7 +212,7 @@ impl ClientRequest {
             return Err(BadRequest::InjectedHandOff { place });
         }
         let (bypass, stripped) = (seen.bypass(), plan.injected().is_some());
-        let (from_prefill, prompt) = (seen.from_prefill(), seen.text);
+        let (from_prefill, prompt) = (seen.wanted_of_prefill(), seen.text);
         let model = match seen.model {
             // There the engines use what they serve.
             None if endpoint == Endpoint::Responses => Box::default(),
@@ -244,7 +244,7 @@ impl ClientRequest {
     }
 
     /// What the client is to get from the prefill engine's answer, if there is a hand-off.
-    pub fn from_prefill(&self) -> FromPrefill {
+    pub fn wanted_of_prefill(&self) -> FromPrefill {
         self.from_prefill
     }
 

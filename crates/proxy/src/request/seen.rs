@@ -119,7 +119,7 @@ impl Seen {
     }
 
     /// What the client is to get from the prefill engine's answer.
-    pub(super) fn from_prefill(&self) -> FromPrefill {
+    pub(super) fn wanted_of_prefill(&self) -> FromPrefill {
         let echo = self.echo && self.logprobs;
         // The engines report them also where the echo asks for them.
         FromPrefill { prompt_logprobs: self.prompt_logprobs || echo, echo }

@@ -84,7 +84,7 @@ proptest! {
         expected.retain(|(key, _)| key != "kv_transfer_params");
         let alone = text(request.decode_body(None));
         prop_assert_eq!(normalised(Pairs::read(&alone).0, false), normalised(expected.clone(), true));
-        let from_prefill = request.from_prefill();
+        let from_prefill = request.wanted_of_prefill();
         for (key, value) in &mut expected {
             match key.as_str() {
                 "prompt_logprobs" if from_prefill.prompt_logprobs => *value = "null".to_owned(),
@@ -102,7 +102,7 @@ proptest! {
         let request = parse_stripping(endpoint, &given).unwrap();
         let alone = text(request.decode_body(None));
         let with = request.decode_body(Some(Bytes::from_static(b"{\"a\":1}"))).into_bytes();
-        if !request.from_prefill().any() {
+        if !request.wanted_of_prefill().any() {
             prop_assert_eq!(&text(answer_without_hand_off(with)), &alone);
         }
         let pairs = Pairs::read(&given);
