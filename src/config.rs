@@ -228,6 +228,9 @@ impl Config {
                 wrong(key, "is longer than a week".into(), "give a duration such as \"30s\"");
             }
         }
+        if self.pairing.quarantine_restarted > LONGEST {
+            wrong("pairing.quarantine_restarted", "is longer than a week".into(), "the default is \"0s\"");
+        }
         if let Err(error) = crate::telemetry::filter(&self.log.level) {
             wrong("log.level", error.to_string(), "error, warn, info, debug or trace");
         }

@@ -146,7 +146,7 @@ fn reachable_host<'a>(prefill: &'a Peer, reported: &str, same_host: bool) -> Opt
     (!same_host && is_private_to_its_host(reported)).then(|| prefill.host())
 }
 
-fn is_private_to_its_host(host: &str) -> bool {
+pub(crate) fn is_private_to_its_host(host: &str) -> bool {
     if host.eq_ignore_ascii_case("localhost") || host.to_ascii_lowercase().ends_with(".localhost") {
         return true;
     }

@@ -2,10 +2,12 @@
 //! keeps account of every hand-off. Knows HTTP's types but no web framework.
 
 mod account;
+mod address;
 mod answer;
 mod connection;
 mod disagg;
 mod error;
+mod fleet;
 mod handoff;
 mod held;
 pub mod json;
@@ -37,14 +39,15 @@ use tokio_util::task::TaskTracker;
 pub use account::Account;
 pub use disagg::{Exchange, Order};
 pub use error::{Broken, Fault, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
+pub use fleet::{DrainEnd, Drained};
 pub use held::{Held, Share};
 pub use kv_connector::fit::EngineTraits;
 pub use kv_connector::protocol::params::{Generation, TransferMode};
 pub use ledger::{HandOffState, HandOffView};
 pub use metrics::METRICS_CONTENT_TYPE;
 pub use pool::{
-    Authorization, ModelList, PairView, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Readiness,
-    Role, Verdict, is_host,
+    Authorization, ModelList, OperatorState, PairView, PeerFault, PeerPlace, PeerSpec, PeerSpecError,
+    PeerState, PeerView, QuarantineView, Readiness, Restarts, Role, Verdict, is_host,
 };
 pub use registry::{
     AboutEngine, ChangeKind, Changes, ClockReading, Echo, EngineRecord, EngineRole, EngineState,
@@ -55,7 +58,8 @@ pub use registry::{
 pub use request::{BadRequest, Endpoint, InjectedHandOff};
 pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{
-    HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Streaming, Timeouts, UnknownPairs,
+    AddressCheck, HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Streaming, Timeouts,
+    UnknownPairs,
 };
 pub use side_channel::channels::{SideChannelState, SideChannelView};
 pub use side_channel::settings::{FrontSettings, NotPorts, PortRange, ReadSideChannels, SideChannelSettings};
@@ -107,7 +111,7 @@ impl Proxy {
                 engines: settings.limits.registry_engines,
                 ..RegistryLimits::default()
             }),
-            pool: Pool::default(),
+            pool: Pool::new(settings.pairing.clone()),
             side_channels: SideChannels::default(),
             upstream,
             held,
@@ -119,6 +123,7 @@ impl Proxy {
             settings,
         });
         pool::probe::watch(Arc::clone(&core));
+        fleet::follow(Arc::clone(&core));
         side_channel::start(&core);
         core.tasks.spawn(core.registry.clone().expire_until(core.stop.clone()));
         Self { core }
@@ -201,15 +206,6 @@ impl Proxy {
         Ok(view)
     }
 
-    /// Takes a peer out of the fleet; requests in flight with it go on.
-    #[must_use]
-    pub fn remove_peer(&self, id: &str) -> Option<PeerView> {
-        let peer = self.core.pool.get(id)?;
-        let view = self.core.pool.remove(id)?;
-        self.core.side_channels_forgotten(&peer);
-        Some(view)
-    }
-
     /// The live hand-offs, oldest first.
     #[must_use]
     pub fn hand_offs(&self) -> Vec<HandOffView> {
@@ -221,7 +217,7 @@ impl Proxy {
     #[must_use]
     pub fn pairs(&self) -> Vec<PairView> {
         self.core.pool.learn(&self.core.registry);
-        self.core.pool.pairs(self.core.settings.pairing.unknown)
+        self.core.pool.pairs()
     }
 
     /// Whether new requests can be served.
@@ -229,7 +225,7 @@ impl Proxy {
     pub fn readiness(&self) -> Readiness {
         self.core.pool.learn(&self.core.registry);
         Readiness {
-            pair: self.core.pool.has_pair(self.core.settings.pairing.unknown),
+            pair: self.core.pool.has_pair(),
             prefill_ready: self.core.pool.ready(Stage::Prefill),
             decode_ready: self.core.pool.ready(Stage::Decode),
             draining: self.core.draining.load(Ordering::Relaxed),
@@ -254,6 +250,7 @@ impl Proxy {
     pub fn metrics(&self) -> String {
         self.core.ledger.sweep();
         self.core.metrics.held_bytes(self.core.held.bytes());
+        self.core.count_fleet();
         self.core.metrics.encode()
     }
 }

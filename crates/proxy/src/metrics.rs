@@ -53,6 +53,12 @@ struct StageLabel {
     stage: &'static str,
 }
 
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PeerLabels {
+    stage: &'static str,
+    condition: &'static str,
+}
+
 /// How a hand-off ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HandOffResult {
@@ -78,6 +84,8 @@ pub(crate) struct Metrics {
     decisions: Family<DecisionLabels, Counter>,
     held_bytes: Gauge,
     retries: Family<StageLabel, Counter>,
+    peers: Family<PeerLabels, Gauge>,
+    restarts: Family<StageLabel, Gauge>,
     side_channel_looks: Family<ResultLabel, Counter>,
     front_requests: Family<ResultLabel, Counter>,
     prefill_seconds: Histogram,
@@ -100,6 +108,8 @@ impl Metrics {
             decisions: Family::default(),
             held_bytes: Gauge::default(),
             retries: Family::default(),
+            peers: Family::default(),
+            restarts: Family::default(),
             side_channel_looks: Family::default(),
             front_requests: Family::default(),
             prefill_seconds: seconds(),
@@ -107,6 +117,17 @@ impl Metrics {
             hand_over_seconds: seconds(),
             registry: Registry::default(),
         };
+        registry.register(
+            "peers",
+            "Peers by stage and condition: open to new requests, unready, closed by their engine, drained, \
+             leaving; those kept from hand-offs also as quarantined",
+            metrics.peers.clone(),
+        );
+        registry.register(
+            "peer_restarts",
+            "Restarts of the present peers' engines that the registry saw",
+            metrics.restarts.clone(),
+        );
         registry.register("requests", "Requests by endpoint, outcome and status; 499 where the client left before its answer was complete", metrics.requests.clone());
         registry.register(
             "handoffs",
@@ -190,6 +211,23 @@ impl Metrics {
         // Writing to a string cannot fail; an encoder fault would show as a truncated page.
         let _ = prometheus_client::encoding::text::encode(&mut text, &self.registry);
         text
+    }
+
+    /// Takes the fleet in as it is now: (stage, condition) of every peer, and restarts by stage.
+    pub(crate) fn fleet(
+        &self,
+        conditions: impl Iterator<Item = (Stage, &'static str)>,
+        restarts: impl Iterator<Item = (Stage, u64)>,
+    ) {
+        self.peers.clear();
+        for (stage, condition) in conditions {
+            self.peers.get_or_create(&PeerLabels { stage: stage.label(), condition }).inc();
+        }
+        self.restarts.clear();
+        for (stage, count) in restarts {
+            let count = i64::try_from(count).unwrap_or(i64::MAX);
+            self.restarts.get_or_create(&StageLabel { stage: stage.label() }).inc_by(count);
+        }
     }
 
     pub(crate) fn request_ended(&self, endpoint: &'static str, status: u16, outcome: Outcome) {

@@ -48,14 +48,26 @@ pub struct Streaming {
 #[serde(default, deny_unknown_fields)]
 pub struct Pairing {
     /// What becomes of pairs of which too little is known.
+    #[serde(alias = "unknown_compat")]
     pub unknown: UnknownPairs,
     /// Whether a client's own data-parallel rank reaches a decode engine that is configured without one.
     pub client_dp_rank: bool,
+    /// How long a pair is kept apart whose engines have talked when one of them restarts; zero does
+    /// not keep them apart.
+    #[serde(with = "humantime_serde")]
+    pub quarantine_restarted: Duration,
+    /// Whether engines that register with a base URL and a role become peers.
+    pub adopt_registered: bool,
 }
 
 impl Default for Pairing {
     fn default() -> Self {
-        Self { unknown: UnknownPairs::Allow, client_dp_rank: false }
+        Self {
+            unknown: UnknownPairs::Allow,
+            quarantine_restarted: Duration::ZERO,
+            adopt_registered: true,
+            client_dp_rank: false,
+        }
     }
 }
 
@@ -183,6 +195,21 @@ pub struct HandOffPolicy {
     /// Whether a hand-off must name enough blocks for its tokens where the registry knows the
     /// engine's block size. Turn it off for models whose every layer has a sliding window.
     pub check_block_count: bool,
+    /// Which addresses a hand-off may name.
+    pub address_check: AddressCheck,
+}
+
+/// Which side channel addresses a prefill engine's hand-offs may name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AddressCheck {
+    /// The peer's own host, and what is known of its side channel.
+    Strict,
+    /// The same where something is known of the side channel, by `side_channel` in the settings or
+    /// by the engine's registration; anything elsewhere.
+    Known,
+    /// Any.
+    Off,
 }
 
 impl Default for HandOffPolicy {
@@ -196,6 +223,7 @@ impl Default for HandOffPolicy {
             lease_margin: Duration::from_secs(5),
             abandon_grace: Duration::from_secs(5),
             check_block_count: true,
+            address_check: AddressCheck::Known,
         }
     }
 }

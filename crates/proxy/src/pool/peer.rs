@@ -15,7 +15,9 @@ use serde_json::value::RawValue;
 use tokio::time::Instant;
 
 use super::pairing::Identity;
+use super::standing::{Restarts, Standing};
 use crate::error::Stage;
+use crate::registry::{EngineState, canonical_base_url};
 use crate::request::Endpoint;
 use crate::side_channel::channels::{ChannelAddress, Channels, SideChannelView};
 use crate::upstream::X_DATA_PARALLEL_RANK;
@@ -33,7 +35,7 @@ const MAX_MET: usize = 4096;
 const MAX_RANKS: u32 = 1024;
 
 /// What a peer does in the fleet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
     /// Computes prompts and holds their KV blocks until they are read.
@@ -239,6 +241,8 @@ pub(crate) struct Observed {
     pub(crate) generation: Option<Generation>,
     pub(crate) version: Option<String>,
     pub(crate) models: Arc<[ServedModel]>,
+    /// How often the ids in it have changed.
+    pub(crate) models_changed: u64,
     pub(crate) engine_ids: BTreeSet<String>,
     pub(crate) last_error: Option<PeerFault>,
 }
@@ -288,7 +292,10 @@ pub(crate) struct Peer {
     authority: Authority,
     prefix: String,
     replaced_authorization: Option<HeaderValue>,
+    /// Its URL in canonical spelling.
+    pub(crate) address: Option<String>,
     in_flight: AtomicUsize,
+    pub(crate) standing: Standing,
     probed: Mutex<Option<Instant>>,
     /// Prefill engines that this decode engine has read from; emptied when it may have restarted.
     met: RwLock<HashSet<String>>,
@@ -344,12 +351,14 @@ impl Peer {
         let channels = Channels::of(&spec);
         Ok(Self {
             id,
+            address: canonical_base_url(&spec.url),
             spec,
             scheme,
             authority,
             prefix,
             replaced_authorization,
             in_flight: AtomicUsize::new(0),
+            standing: Standing::default(),
             probed: Mutex::default(),
             met: RwLock::default(),
             observed: RwLock::new(observed),
@@ -428,9 +437,14 @@ impl Peer {
         self.observed.read().state == PeerState::Ready
     }
 
+    /// Whether it answers and may have new requests.
+    pub(crate) fn is_open(&self) -> bool {
+        self.standing.is_open() && self.is_ready()
+    }
+
     /// The connector generation: the operator's word, else the registry's, else by its version.
     pub(crate) fn generation(&self) -> Option<Generation> {
-        self.spec.generation.or(self.identity.load().generation).or(self.observed.read().generation)
+        self.spec.generation.or(self.identity.load().generation()).or(self.observed.read().generation)
     }
 
     pub(crate) fn serves(&self, model: &str) -> bool {
@@ -438,7 +452,7 @@ impl Peer {
     }
 
     pub(crate) fn in_flight(&self) -> usize {
-        self.in_flight.load(Ordering::Relaxed)
+        self.in_flight.load(Ordering::SeqCst)
     }
 
     /// Remembers the engine id that a hand-off of this peer named; whether it is a new one.
@@ -488,14 +502,14 @@ impl Peer {
 
     /// Counts one exchange until the guard is dropped.
     pub(crate) fn enter(self: &Arc<Self>) -> InFlight {
-        self.in_flight.fetch_add(1, Ordering::Relaxed);
+        self.in_flight.fetch_add(1, Ordering::SeqCst);
         InFlight { peer: Arc::clone(self) }
     }
 
     pub(crate) fn view(&self) -> PeerView {
         let generation = self.generation();
         let observed = self.observed.read();
-        let mut engine_ids = self.identity.load().engine_ids.clone();
+        let mut engine_ids = self.identity.load().engine_ids();
         engine_ids.extend(observed.engine_ids.iter().cloned());
         PeerView {
             id: self.id.clone(),
@@ -508,6 +522,13 @@ impl Peer {
             models: observed.models.iter().map(|served| served.id.clone()).collect(),
             engine_ids: engine_ids.into_iter().collect(),
             in_flight: self.in_flight(),
+            accepts: self.is_open(),
+            adopted: self.standing.is_adopted(),
+            leaving: self.standing.is_leaving(),
+            drained: self.standing.is_drained(),
+            quarantined: self.standing.is_quarantined(),
+            engine_state: self.identity.load().state(),
+            restarted: self.standing.restarts(),
             authorization: self.spec.authorization,
             last_error: observed.last_error.clone(),
             side_channels: self.channels.views(),
@@ -523,7 +544,8 @@ pub(crate) struct InFlight {
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        self.peer.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.peer.in_flight.fetch_sub(1, Ordering::SeqCst);
+        self.peer.standing.moved.notify_waiters();
     }
 }
 
@@ -551,6 +573,20 @@ pub struct PeerView {
     pub engine_ids: Vec<String>,
     /// Exchanges in flight.
     pub in_flight: usize,
+    /// Whether it gets new requests.
+    pub accepts: bool,
+    /// Whether it came by its engines' registration.
+    pub adopted: bool,
+    /// Whether its engines are gone and it goes when what it has has ended.
+    pub leaving: bool,
+    /// Whether an operator keeps new requests from it.
+    pub drained: bool,
+    /// Whether an operator keeps it from hand-offs.
+    pub quarantined: bool,
+    /// The state of its registered engines, that of the one furthest from serving.
+    pub engine_state: Option<EngineState>,
+    /// How often its engines restarted, if they did.
+    pub restarted: Option<Restarts>,
     /// What becomes of the client's `Authorization`.
     pub authorization: Authorization,
     /// The last failure, if there was one.
