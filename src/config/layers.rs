@@ -88,6 +88,8 @@ fn schema() -> Table {
     (peer.tp_size, peer.pp_size, peer.dp_size) = (Some(1), Some(1), Some(1));
     peer.front = Some(true);
     peer.lease = Some(std::time::Duration::from_secs(1));
+    (peer.dp_rank, peer.dp_split) = (Some(0), true);
+    peer.hand_offs = Some(vec![kvbaton_proxy::Endpoint::Completions]);
     let mut sample = Config { prefill: vec![peer.clone()], decode: vec![peer], ..Config::default() };
     sample.admin.token = Some("token".into());
     sample.side_channel.front.advertise = Some("host".into());
