@@ -296,6 +296,8 @@ fn peer_spec_face(error: &PeerSpecError) -> Face {
         PeerSpecError::Token => Face::invalid("invalid_peer").param("token"),
         PeerSpecError::SideChannel => Face::invalid("invalid_peer").param("kv_host"),
         PeerSpecError::Lease => Face::invalid("invalid_peer").param("lease"),
+        PeerSpecError::Notify => Face::invalid("invalid_peer").param("notify"),
+        PeerSpecError::NixlVersion { .. } => Face::invalid("invalid_peer").param("nixl_version"),
         PeerSpecError::Name { .. } => Face::invalid("invalid_peer").param("name"),
         PeerSpecError::Exists { .. } => Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "peer_exists"),
     }

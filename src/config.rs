@@ -8,7 +8,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use kvbaton_proxy::{
-    HandOffPolicy, Limits, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, Settings, Timeouts,
+    HandOffPolicy, Limits, Nixl, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, Settings, Timeouts,
 };
 use serde::{Deserialize, Serialize};
 
@@ -48,6 +48,8 @@ pub struct Config {
     pub retry: Retry,
     /// Bounds on memory.
     pub limits: Limits,
+    /// The NIXL library.
+    pub nixl: Nixl,
 }
 
 impl Default for Config {
@@ -66,6 +68,7 @@ impl Default for Config {
             pairing: Pairing::default(),
             retry: Retry::default(),
             limits: Limits::default(),
+            nixl: Nixl::default(),
         }
     }
 }
@@ -166,6 +169,7 @@ impl Config {
             pairing: self.pairing.clone(),
             retry: self.retry.clone(),
             limits: self.limits.clone(),
+            nixl: self.nixl.clone(),
         }
     }
 
@@ -223,6 +227,9 @@ impl Config {
         if self.probe.patience == 0 {
             wrong("probe.patience", "must not be zero".into(), "the default is 3");
         }
+        if !self.nixl.is_version_readable() {
+            wrong("nixl.version", "is not a NIXL version".into(), "such as \"1.5.1\"");
+        }
         if self.limits.body_bytes == 0 {
             wrong("limits.body_bytes", "must not be zero".into(), "the default is 67108864");
         }
@@ -256,6 +263,8 @@ impl Config {
                         PeerSpecError::Token => "set token, or authorization = \"forward\"",
                         PeerSpecError::SideChannel => "the port is 5600 unless the engine says otherwise",
                         PeerSpecError::Lease => "the engine's own setting, 30s unless it was changed",
+                        PeerSpecError::Notify => "move notify to the prefill engine",
+                        PeerSpecError::NixlVersion { .. } => "what `pip show nixl` says there",
                         PeerSpecError::Name { .. } | PeerSpecError::Exists { .. } => "such as \"p1\"",
                     };
                     wrong(&key, error.to_string(), hint);

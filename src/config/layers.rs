@@ -85,8 +85,11 @@ fn schema() -> Table {
     peer.kv_host = Some("host".into());
     peer.kv_port = Some(1);
     peer.lease = Some(std::time::Duration::from_secs(1));
+    peer.nixl_version = Some("1.5.1".into());
     let mut sample = Config { prefill: vec![peer.clone()], decode: vec![peer], ..Config::default() };
     sample.admin.token = Some("token".into());
+    sample.nixl.library = Some("libnixl_capi.so".into());
+    sample.nixl.version = Some("1.5.1".into());
     let mut table = Table::try_from(sample).unwrap_or_default();
     for list in ["prefill", "decode"] {
         if let Some(Value::Array(peers)) = table.get_mut(list) {

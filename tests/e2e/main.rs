@@ -15,6 +15,9 @@ mod handoff;
 mod injection;
 mod legs;
 mod malformed_handoff;
+mod notify;
+#[cfg(feature = "nixl")]
+mod notify_vllm;
 mod program;
 mod registry;
 mod registry_v1;

@@ -4,6 +4,8 @@
 mod client;
 mod fake;
 mod log;
+#[cfg(feature = "nixl")]
+mod nixl;
 mod wire;
 
 use std::future::Future;
@@ -20,6 +22,8 @@ use tokio::net::TcpListener;
 pub(crate) use client::{Answer, events, stream_text};
 pub(crate) use fake::{FakeEngine, Gate, Step, chunk, http_answer, sse_head};
 use log::Log;
+#[cfg(feature = "nixl")]
+pub(crate) use nixl::nixl_installed;
 pub(crate) use wire::{End, Wire, request};
 
 pub(crate) const COMPLETIONS: &str = "/v1/completions";

@@ -22,6 +22,9 @@ pub(crate) struct HandedOff {
     pub(crate) blocks: usize,
     pub(crate) generation: Generation,
     pub(crate) mode: TransferMode,
+    /// The ranks that hold the blocks: pipeline stages, and tensor-parallel ranks of each.
+    pub(crate) pp_size: u32,
+    pub(crate) tp_size: u32,
     /// Whether a decode engine may read the blocks at all; what does not fit the prompt may kill it.
     pub(crate) sound: bool,
 }
@@ -73,6 +76,8 @@ pub(crate) fn accept(
         blocks: hand_off.remote_block_ids.total(),
         generation: if flat { Generation::V2 } else { Generation::V14 },
         mode: hand_off.transfer_mode.unwrap_or(TransferMode::Pull),
+        pp_size: hand_off.pp_size,
+        tp_size: hand_off.tp_size,
         raw: rewritten,
         sound: true,
     };

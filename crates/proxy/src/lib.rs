@@ -10,6 +10,7 @@ pub mod json;
 mod lease;
 mod ledger;
 mod metrics;
+mod notify;
 mod pool;
 mod prefill;
 mod registry;
@@ -48,7 +49,7 @@ pub use registry::{
 pub use request::{BadRequest, Endpoint, InjectedHandOff};
 pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{
-    HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Timeouts, UnknownPairs,
+    HandOffPolicy, Limits, Nixl, OnMissing, Pairing, Probe, Retry, Settings, Timeouts, UnknownPairs,
 };
 pub use stream::{RelayBody, RelayError};
 
@@ -64,6 +65,7 @@ struct Core {
     upstream: Upstream,
     ledger: Ledger,
     registry: Registry,
+    notifier: notify::Notifier,
     retries: retry::Budget,
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
@@ -84,14 +86,17 @@ impl Proxy {
     pub fn start(settings: Settings, tasks: TaskTracker, stop: CancellationToken) -> Self {
         let metrics = Metrics::new();
         let upstream = Upstream::new(&settings.timeouts, tasks.clone());
+        let registry = Registry::new(RegistryLimits {
+            payload_bytes: settings.limits.payload_bytes,
+            engines: settings.limits.registry_engines,
+            ..RegistryLimits::default()
+        });
+        let notifier = notify::Notifier::start(settings.nixl.clone(), registry.clone(), &tasks, stop.clone());
         let core = Arc::new(Core {
             retries: retry::Budget::new(settings.retry.clone()),
             ledger: Ledger::new(Arc::clone(&metrics)),
-            registry: Registry::new(RegistryLimits {
-                payload_bytes: settings.limits.payload_bytes,
-                engines: settings.limits.registry_engines,
-                ..RegistryLimits::default()
-            }),
+            registry,
+            notifier,
             pool: Pool::default(),
             upstream,
             metrics,
@@ -158,6 +163,9 @@ impl Proxy {
     pub fn add_peer(&self, spec: PeerSpec) -> Result<PeerView, PeerSpecError> {
         let peer = self.core.pool.add(spec)?;
         let view = peer.view();
+        if peer.spec.notify {
+            self.core.notifier.prepare();
+        }
         pool::probe::probe_soon(&self.core, peer);
         Ok(view)
     }

@@ -13,5 +13,5 @@ mod handoff;
 mod peer;
 mod processes;
 mod python;
-#[cfg(feature = "zmq")]
+#[cfg(all(feature = "zmq", feature = "registry"))]
 mod vllm;

@@ -9,6 +9,7 @@ use arc_swap::ArcSwap;
 use http::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use http::uri::{Authority, PathAndQuery, Scheme, Uri};
 use kv_connector::protocol::params::Generation;
+use kv_connector::transport::NixlVersion;
 use parking_lot::{Mutex, RwLock};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -84,6 +85,13 @@ pub struct PeerSpec {
     /// How long this prefill engine keeps an unread hand-off, as configured there.
     #[serde(default, with = "humantime_serde::option", skip_serializing_if = "Option::is_none")]
     pub lease: Option<Duration>,
+    /// Whether the router notifies this prefill engine itself, over NIXL, of hand-offs that nobody
+    /// will read. Done only while the NIXL versions of both are known to fit.
+    #[serde(default)]
+    pub notify: bool,
+    /// The version of NIXL that it runs, such as `1.5.1`; it may also announce it itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nixl_version: Option<String>,
     /// What becomes of the client's `Authorization`.
     #[serde(default)]
     pub authorization: Authorization,
@@ -104,6 +112,8 @@ impl PeerSpec {
             kv_host: None,
             kv_port: None,
             lease: None,
+            notify: false,
+            nixl_version: None,
             authorization: Authorization::Forward,
             token: None,
         }
@@ -151,6 +161,15 @@ pub enum PeerSpecError {
     /// `lease` is out of range.
     #[error("lease must be more than 0 and at most 7 days")]
     Lease,
+    /// Only prefill engines are notified.
+    #[error("notify is for prefill engines")]
+    Notify,
+    /// `nixl_version` is no version.
+    #[error("{version:?} is not a NIXL version such as 1.5.1")]
+    NixlVersion {
+        /// What was given.
+        version: String,
+    },
     /// Another peer has this name or this role and URL.
     #[error("a peer with the same name or the same role and url exists: {id}")]
     Exists {
@@ -260,6 +279,12 @@ impl Peer {
         }
         if spec.lease.is_some_and(|lease| lease.is_zero() || lease > MAX_LEASE) {
             return Err(PeerSpecError::Lease);
+        }
+        if spec.notify && spec.role != Role::Prefill {
+            return Err(PeerSpecError::Notify);
+        }
+        if let Some(version) = spec.nixl_version.as_ref().filter(|text| NixlVersion::parse(text).is_none()) {
+            return Err(PeerSpecError::NixlVersion { version: version.clone() });
         }
         let prefix = uri.path().trim_end_matches('/').to_owned();
         let observed = Observed { generation: spec.generation, ..Observed::default() };
