@@ -33,7 +33,8 @@ use tokio_util::task::TaskTracker;
 
 pub use disagg::Exchange;
 pub use error::{Broken, Fault, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
-pub use kv_connector::protocol::params::Generation;
+pub use kv_connector::fit::EngineTraits;
+pub use kv_connector::protocol::params::{Generation, TransferMode};
 pub use ledger::{HandOffState, HandOffView};
 pub use metrics::METRICS_CONTENT_TYPE;
 pub use pool::{

@@ -19,6 +19,7 @@ use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use bytes::Bytes;
+use kv_connector::fit::EngineTraits;
 use kv_connector::protocol::metadata::NixlAgentMetadata;
 use parking_lot::{Mutex, RwLock, RwLockWriteGuard};
 use tokio::sync::{Notify, watch as watch_channel};
@@ -141,7 +142,15 @@ impl Registry {
         let known = state.engines.get(&registration.engine_id).cloned();
         let known_ranks = known.as_ref().map(|known| known.ranks.clone()).unwrap_or_default();
         let Registration {
-            engine_id, role, model, dp_rank, vllm_version, state: engine_state, clock, ..
+            engine_id,
+            role,
+            model,
+            dp_rank,
+            vllm_version,
+            traits,
+            state: engine_state,
+            clock,
+            ..
         } = registration;
         let mut record = EngineRecord {
             engine_id,
@@ -150,6 +159,7 @@ impl Registry {
             model,
             dp_rank,
             vllm_version,
+            traits,
             state: engine_state,
             generation: 0,
             revision: 0,
@@ -430,6 +440,7 @@ fn unnamed(engine_id: &str) -> EngineRecord {
         model: None,
         dp_rank: 0,
         vllm_version: None,
+        traits: EngineTraits::default(),
         state: EngineState::Ready,
         generation: 0,
         revision: 0,
