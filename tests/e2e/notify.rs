@@ -131,6 +131,9 @@ mod nixl {
     use std::path::{Path, PathBuf};
     use std::time::Duration;
 
+    use engine_sim::{EngineConfig, Generation, KvTransport, Leg, Stage};
+    use kv_connector::fit::EngineTraits;
+    use kv_connector::handshake::{RankPayload, Registration, RegistryClient};
     use kv_connector::transport::Transport as _;
     use kv_connector::transport::nixl::{
         LibrarySource, NixlAgent, NixlConfig, NixlLibrary, NixlMemory, Progress,
@@ -138,7 +141,8 @@ mod nixl {
     use tokio::time::sleep;
 
     use super::*;
-    use crate::support::nixl_installed;
+    use crate::nixl::installation;
+    use crate::support::generations;
 
     /// The engine's agent, as vLLM's worker has one.
     fn worker(library: &Path) -> NixlAgent {
@@ -159,7 +163,7 @@ mod nixl {
 
     #[tokio::test]
     async fn an_abandoned_hand_off_is_freed_by_the_router_itself() {
-        let Some(library) = nixl_installed() else { return };
+        let Some(library) = installation().map(|home| home.join("python")) else { return };
         let mut worker = worker(&library);
         let (prefill, decode) = (Abandoned::start().await, decode().await);
         let spec = PeerSpec { nixl_version: Some("1.5.1".into()), ..prefill.spec() };
@@ -182,7 +186,7 @@ mod nixl {
     /// The engine is a NIXL that would crash, or may be one: not a byte reaches it.
     #[tokio::test]
     async fn an_engine_of_another_or_of_unknown_nixl_is_never_touched() {
-        let Some(library) = nixl_installed() else { return };
+        let Some(library) = installation().map(|home| home.join("python")) else { return };
         let mut worker = worker(&library);
         let cases = [
             (true, Some("1.3.0"), "version_incompatible", &["could not be notified"][..]),
@@ -203,5 +207,89 @@ mod nixl {
             sleep(Duration::from_millis(20)).await;
             assert_eq!(heard(&mut worker), [""; 0], "{reason}");
         }
+    }
+
+    /// The engine says itself what it runs; that is enough, and it is believed when it is bad news.
+    #[tokio::test]
+    async fn what_an_engine_announces_counts() {
+        let Some(library) = installation().map(|home| home.join("python")) else { return };
+        let mut worker = worker(&library);
+        for (configured, announced, warns, way) in [
+            (None, "1.5.1", &[][..], "notification"),
+            (Some("1.5.1"), "1.3.0", &["could not be notified"], "read"),
+        ] {
+            let (prefill, decode) = (Abandoned::start().await, decode().await);
+            let spec = PeerSpec { nixl_version: configured.map(str::to_owned), ..prefill.spec() };
+            let cluster = cluster(spec, &decode, warns, with_library(library.clone())).await;
+            let payload = payload(&worker.agent_metadata());
+            let registration = Registration {
+                engine_id: ENGINE.to_owned(),
+                ranks: Some(vec![RankPayload { pp_rank: 0, tp_rank: 0, payload }]),
+                traits: EngineTraits { nixl_version: Some(announced.to_owned()), ..EngineTraits::default() },
+                ..Registration::default()
+            };
+            let client = RegistryClient::new(cluster.url(""), None).unwrap();
+            client.register(&registration).await.unwrap();
+            prefill.abandon(&cluster).await;
+            released(&cluster, way).await;
+            cluster.finish().await;
+            let told = heard(&mut worker).contains(&format!("{REQUEST}:1"));
+            assert_eq!(told, way == "notification", "{announced}");
+        }
+    }
+
+    /// A simulated engine over NIXL, which frees its blocks as vLLM's worker does.
+    async fn a_simulated_engine_is_told(generation: Generation) {
+        let Some(library) = installation().map(|home| home.join("python")) else { return };
+        let over_nixl = library.clone();
+        let cluster = Cluster::builder()
+            .engine(move |config: &mut EngineConfig| {
+                let lease = config.lease;
+                *config = EngineConfig {
+                    generation,
+                    lease: if generation == Generation::V2 { Duration::from_secs(480) } else { lease },
+                    ..config.clone()
+                };
+                if config.role == engine_sim::Role::Prefill {
+                    config.transport = KvTransport::Nixl { library: Some(over_nixl.clone()) };
+                }
+            })
+            .config(|config| {
+                config.prefill[0].notify = true;
+                config.prefill[0].nixl_version = Some("1.5.1".into());
+            })
+            .config(with_library(library))
+            .start()
+            .await;
+        for round in 1..=3 {
+            let gate = cluster.p().faults().hold(Stage::BeforeHead, Leg::Prefill);
+            let bytes = request(COMPLETIONS, &[], &completion(PROMPT, 8).to_string());
+            let wire = Wire::open(cluster.addr, &bytes).await;
+            gate.arrived(1).await;
+            assert!(cluster.p().stats().blocks_held > 0);
+            drop(wire);
+            // Time for the router to notice, so that nobody waits for the answer any more.
+            sleep(Duration::from_millis(100)).await;
+            drop(gate);
+            cluster.wait_no_blocks().await;
+            cluster.wait_idle().await;
+            let told = cluster.metric("kvbaton_releases_total", &[("way", "notification")]).await;
+            assert_eq!(told, f64::from(round));
+        }
+        let stats = cluster.p().stats();
+        assert_eq!((stats.leases, stats.kv_expired), (0, 0));
+        assert_eq!(generations(cluster.d()).len(), 0, "no decode engine was needed");
+        cluster.finish().await;
+    }
+
+    #[tokio::test]
+    async fn a_simulated_engine_frees_its_blocks() {
+        a_simulated_engine_is_told(Generation::V14).await;
+    }
+
+    /// It is idle and would not look, but for the small request that it gets on top.
+    #[tokio::test]
+    async fn a_simulated_engine_of_version_2_frees_its_blocks() {
+        a_simulated_engine_is_told(Generation::V2).await;
     }
 }

@@ -21,9 +21,8 @@ use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
-use crate::support::{
-    COMPLETIONS, Cluster, FakeEngine, Step, Wire, http_answer, listen, nixl_installed, request,
-};
+use crate::nixl::installation;
+use crate::support::{COMPLETIONS, Cluster, FakeEngine, Step, Wire, http_answer, listen, request};
 
 const ROUNDS: usize = 10;
 /// The engine's metrics follow its steps; no lease of 30 s may end in here.
@@ -123,7 +122,7 @@ async fn abandoned_hand_offs_of_a_real_vllm_are_freed_by_the_routers_notificatio
         eprintln!("skipped: KVBATON_VLLM_PREFILL, _SIDE_CHANNEL and _NIXL name no engine");
         return;
     };
-    let Some(library) = nixl_installed() else { return };
+    let Some(home) = installation() else { return };
     let model = setting("KVBATON_VLLM_SERVED").unwrap_or_else(|| "tiny".to_owned());
     let engine = url.trim_start_matches("http://").trim_end_matches('/').to_owned();
     let relay = Relay::to(engine.clone()).await;
@@ -140,7 +139,7 @@ async fn abandoned_hand_offs_of_a_real_vllm_are_freed_by_the_routers_notificatio
         .decode(0)
         .peer(Role::Decode, &decode.url())
         .config(move |config| config.prefill.push(prefill.clone()))
-        .config(move |config| config.nixl.library = Some(library.clone()))
+        .config(move |config| config.nixl.library = Some(home.join("python")))
         .start()
         .await;
 

@@ -4,8 +4,7 @@
 mod client;
 mod fake;
 mod log;
-#[cfg(feature = "nixl")]
-mod nixl;
+pub(crate) mod process;
 mod wire;
 
 use std::future::Future;
@@ -22,8 +21,6 @@ use tokio::net::TcpListener;
 pub(crate) use client::{Answer, events, stream_text};
 pub(crate) use fake::{FakeEngine, Gate, Step, chunk, http_answer, sse_head};
 use log::Log;
-#[cfg(feature = "nixl")]
-pub(crate) use nixl::nixl_installed;
 pub(crate) use wire::{End, Wire, request};
 
 pub(crate) const COMPLETIONS: &str = "/v1/completions";
@@ -397,7 +394,8 @@ pub(crate) async fn engine_metric(engine: &Engine, name: &str, labels: &[(&str, 
     sample(&page, name, labels)
 }
 
-fn sample(page: &str, name: &str, labels: &[(&str, &str)]) -> f64 {
+/// The sum of the samples of a metrics page that carry these labels.
+pub(crate) fn sample(page: &str, name: &str, labels: &[(&str, &str)]) -> f64 {
     let of_name = |line: &&str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' ']));
     page.lines()
         .filter(of_name)

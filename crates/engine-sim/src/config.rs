@@ -10,6 +10,8 @@ use kv_connector::regions::Layout;
 use serde::{Deserialize, Serialize};
 use url::Url;
 
+use crate::transport::KvTransport;
+
 /// What an engine is meant for; a vLLM engine does whatever its requests ask, so this only labels it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -50,6 +52,8 @@ pub enum Attention {
 pub struct EngineConfig {
     /// The label of the engine.
     pub role: Role,
+    /// What moves the KV blocks between engines.
+    pub transport: KvTransport,
     /// Connector protocol and vLLM behaviour.
     pub generation: Generation,
     /// The model's name; it also enters the compatibility hash.
@@ -121,6 +125,7 @@ impl Default for EngineConfig {
     fn default() -> Self {
         Self {
             role: Role::Both,
+            transport: KvTransport::Loopback,
             generation: Generation::V14,
             model: "sim".to_owned(),
             engine_id: None,
@@ -162,6 +167,7 @@ impl fmt::Debug for EngineConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("EngineConfig")
             .field("role", &self.role)
+            .field("transport", &self.transport)
             .field("generation", &self.generation)
             .field("model", &self.model)
             .field("engine_id", &self.engine_id)

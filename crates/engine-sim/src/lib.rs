@@ -1,7 +1,7 @@
 //! A simulated vLLM engine that is faithful where a router can tell the difference.
 //!
-//! It owns real KV bytes and moves them through `kv-connector`'s loopback transport; generated
-//! text depends on the bytes it reads, so a wrong hand-off shows. It holds no router policy.
+//! It owns real KV bytes and moves them through `kv-connector`'s transports; generated text
+//! depends on the bytes it reads, so a wrong hand-off shows. It holds no router policy.
 
 mod blocks;
 mod config;
@@ -18,6 +18,7 @@ mod ranks;
 mod registration;
 mod shared;
 mod tokens;
+mod transport;
 
 pub use config::{Attention, EngineConfig, LoadFailurePolicy, Role};
 pub use engine::{Engine, spawn};
@@ -26,3 +27,4 @@ pub use faults::{ArmedFault, Corrupt, Fault, Faults, Gate, Leg, Stage};
 pub use kv_connector::protocol::Generation;
 pub use kv_connector::regions::Layout;
 pub use shared::{EngineStats, SeenRequest};
+pub use transport::KvTransport;

@@ -31,8 +31,8 @@ pub(crate) enum Barred {
 }
 
 /// The NIXL version that an engine announced when it registered.
-pub(super) fn announced(_engine: &EngineRecord) -> Option<&str> {
-    None
+pub(super) fn announced(engine: &EngineRecord) -> Option<&str> {
+    engine.traits.nixl_version.as_deref()
 }
 
 /// The engine's version, if it may be notified. Where operator and engine both say one, both must
