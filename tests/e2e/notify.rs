@@ -257,6 +257,8 @@ mod nixl {
             .config(|config| {
                 config.prefill[0].notify = true;
                 config.prefill[0].nixl_version = Some("1.5.1".into());
+                // An engine over NIXL takes its time to start.
+                config.probe.patience = 1000;
             })
             .config(with_library(library))
             .start()
