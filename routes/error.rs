@@ -295,6 +295,8 @@ fn peer_spec_face(error: &PeerSpecError) -> Face {
         }
         PeerSpecError::Token => Face::invalid("invalid_peer").param("token"),
         PeerSpecError::SideChannel => Face::invalid("invalid_peer").param("kv_host"),
+        PeerSpecError::SideChannelAddress => Face::invalid("invalid_peer").param("side_channel"),
+        PeerSpecError::Size => Face::invalid("invalid_peer").param("tp_size"),
         PeerSpecError::Lease => Face::invalid("invalid_peer").param("lease"),
         PeerSpecError::Notify => Face::invalid("invalid_peer").param("notify"),
         PeerSpecError::NixlVersion { .. } => Face::invalid("invalid_peer").param("nixl_version"),

@@ -30,6 +30,7 @@ mod program;
 mod registry;
 mod registry_v1;
 mod retry;
+mod side_channel;
 mod stream;
 mod stream_faults;
 mod support;

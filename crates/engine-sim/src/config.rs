@@ -3,6 +3,7 @@
 //! A plain record with one `Default`; it reads no environment and opens nothing.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use kv_connector::protocol::Generation;
@@ -101,6 +102,9 @@ pub struct EngineConfig {
     /// After how long a silence the registry lets the engine go; `None` is three refreshes, and at
     /// least 5 s.
     pub registry_ttl: Option<Duration>,
+    /// Address of a ZMQ side channel, as unmodified vLLM has one; hand-offs then name it, and the
+    /// engine shakes hands over the peers' ones instead of the registry. Port 0 takes a free one.
+    pub side_channel: Option<SocketAddr>,
     /// Host reported in hand-offs; `None` is the listener's address.
     pub advertise_host: Option<String>,
     /// Port reported in hand-offs; `None` is the listener's port.
@@ -149,6 +153,7 @@ impl Default for EngineConfig {
             registry_token: None,
             registry_refresh: Duration::from_secs(2),
             registry_ttl: None,
+            side_channel: None,
             advertise_host: None,
             advertise_port: None,
             load_failure_policy: LoadFailurePolicy::Fail,

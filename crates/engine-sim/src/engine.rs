@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use kv_connector::handshake::RegistryClient;
 use kv_connector::scheduler::{Scheduler, SchedulerConfig};
+use kv_connector::side_channel::SideChannelServer;
 use kv_connector::transport::loopback;
 use tokio::net::TcpListener;
 use tokio::runtime::Handle;
@@ -21,6 +22,7 @@ use crate::error::EngineError;
 use crate::faults::Faults;
 use crate::http;
 use crate::kv::KvCache;
+use crate::listener::ListenerState;
 use crate::ranks::Ranks;
 use crate::registration::{Endings, Registrar, registration};
 use crate::shared::{EngineStats, SeenRequest, Shared};
@@ -33,6 +35,8 @@ const COMMAND_QUEUE: usize = 4096;
 pub struct Engine {
     shared: Arc<Shared>,
     addr: SocketAddr,
+    side_channel_addr: Option<SocketAddr>,
+    listener_state: ListenerState,
     stop: StopTokens,
     /// The listener and its connections.
     connections: TaskTracker,
@@ -66,11 +70,17 @@ pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine
     };
     let (ranks, kv, transport_faults) = build_ranks(&config, &engine_id).await?;
     let payloads = ranks.handshake_payloads();
+    let side_channel = match config.side_channel {
+        None => None,
+        Some(addr) => Some(SideChannelServer::bind(addr).await.map_err(EngineError::SideChannel)?),
+    };
+    let side_channel_addr = side_channel.as_ref().map(SideChannelServer::local_addr).transpose();
+    let side_channel_addr = side_channel_addr.map_err(EngineError::SideChannel)?;
 
     let (stop, leave, started) = (StopTokens::default(), CancellationToken::new(), Instant::now());
     let (connections, background) = (TaskTracker::new(), TaskTracker::new());
     let (command_sender, commands) = mpsc::channel(COMMAND_QUEUE);
-    let scheduler = Scheduler::new(scheduler_config(&config, &engine_id, addr));
+    let scheduler = Scheduler::new(scheduler_config(&config, &engine_id, side_channel_addr.unwrap_or(addr)));
     let shared = Shared::new(config, engine_id.clone(), command_sender);
     let core = Core::new(CoreParts {
         shared: Arc::clone(&shared),
@@ -84,6 +94,17 @@ pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine
         started,
     });
     run_core(core, &shared.config.transport, &background);
+    let listener_state = ListenerState::default();
+    if let Some(server) = side_channel {
+        let serving = listener_state.serve(server, shared.config.generation, &payloads, started);
+        let kill = stop.kill.clone();
+        background.spawn(async move {
+            tokio::select! {
+                () = kill.cancelled() => {}
+                () = serving => {}
+            }
+        });
+    }
     let registrar = registry.map(|registry| {
         let registration = registration(&shared.config, &engine_id, addr, payloads);
         let registrar = Registrar::new(
@@ -99,13 +120,34 @@ pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine
     let app = http::app(Arc::clone(&shared));
     let keep_alive = shared.config.keep_alive;
     connections.spawn(conn::serve(listener, app, keep_alive, stop.clone(), connections.clone()));
-    Ok(Engine { shared, addr, stop, connections, background, registrar, leave, transport_faults })
+    Ok(Engine {
+        shared,
+        addr,
+        side_channel_addr,
+        listener_state,
+        stop,
+        connections,
+        background,
+        registrar,
+        leave,
+        transport_faults,
+    })
 }
 
 impl Engine {
     /// The address that it listens on.
     pub fn addr(&self) -> SocketAddr {
         self.addr
+    }
+
+    /// The address of its ZMQ side channel, if it has one.
+    pub fn side_channel_addr(&self) -> Option<SocketAddr> {
+        self.side_channel_addr
+    }
+
+    /// What became of its ZMQ side channel.
+    pub fn side_channel(&self) -> &ListenerState {
+        &self.listener_state
     }
 
     /// The base URL of its HTTP API, without a slash at the end.

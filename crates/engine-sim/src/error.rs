@@ -18,6 +18,9 @@ pub enum EngineError {
     /// The listener has no usable address.
     #[error("the listener has no local address")]
     Listener(#[source] io::Error),
+    /// The ZMQ side channel cannot be bound.
+    #[error("the side channel cannot be bound")]
+    SideChannel(#[source] io::Error),
     /// The KV memory could not be made available to peers.
     #[error("the KV memory could not be registered with the transport")]
     Worker(#[from] kv_connector::worker::WorkerSetupError),

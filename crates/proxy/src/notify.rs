@@ -104,7 +104,8 @@ impl Notice {
         engine: &EngineRecord,
         configured: Option<String>,
     ) -> Result<Self, NotNotified> {
-        let all = (0..hand_off.pp_size).flat_map(|pp| (0..hand_off.tp_size).map(move |tp| (pp, tp)));
+        let (pp_size, tp_size) = (hand_off.channel.pp_size, hand_off.channel.tp_size);
+        let all = (0..pp_size).flat_map(|pp| (0..tp_size).map(move |tp| (pp, tp)));
         let ranks =
             all.map(|rank| engine.ranks.get(&rank).cloned().ok_or(NotNotified::NotRegistered { rank }));
         Ok(Self {

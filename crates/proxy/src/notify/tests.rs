@@ -4,6 +4,7 @@ use kv_connector::protocol::params::TransferMode;
 
 use super::*;
 use crate::registry::{RankPayload, Registration, RegistryLimits};
+use crate::side_channel::channels::{ChannelAddress, NamedChannel};
 
 fn hand_off(pp_size: u32, tp_size: u32) -> HandedOff {
     HandedOff {
@@ -13,8 +14,14 @@ fn hand_off(pp_size: u32, tp_size: u32) -> HandedOff {
         blocks: 3,
         generation: Generation::V14,
         mode: TransferMode::Pull,
-        pp_size,
-        tp_size,
+        channel: NamedChannel {
+            address: ChannelAddress::new("10.0.0.7", 5600),
+            tp_size,
+            pp_size,
+            dcp_size: 1,
+            mode: None,
+            shape: None,
+        },
         sound: true,
     }
 }
