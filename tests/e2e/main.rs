@@ -23,6 +23,9 @@ mod malformed_handoff;
 mod nixl;
 #[cfg(not(feature = "nixl"))]
 mod no_nixl;
+mod notify;
+#[cfg(feature = "nixl")]
+mod notify_vllm;
 mod program;
 mod registry;
 mod registry_v1;
