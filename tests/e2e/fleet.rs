@@ -446,7 +446,8 @@ async fn a_hand_off_that_names_anothers_address_is_sent_to_nobody() {
 #[tokio::test]
 async fn what_is_not_checked_is_sent_on() {
     let off = |config: &mut Config| config.hand_off.address_check = AddressCheck::Off;
-    let cluster = Cluster::builder().config(off).may_warn(&["could release", "an engine failed"]).start().await;
+    let cluster =
+        Cluster::builder().config(off).may_warn(&["could release", "an engine failed"]).start().await;
     named(&cluster, "192.0.2.1", 9).await;
     let told =
         generations(cluster.d()).iter().any(|seen| String::from_utf8_lossy(&seen.body).contains("192.0.2.1"));

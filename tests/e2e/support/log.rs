@@ -36,7 +36,8 @@ impl Log {
     pub(crate) fn check(mut self) {
         self.checked = true;
         let lines = self.lines();
-        let expected = |line: &&String| self.expected.iter().chain(&self.possible).any(|text| line.contains(text));
+        let expected =
+            |line: &&String| self.expected.iter().chain(&self.possible).any(|text| line.contains(text));
         let unexpected: Vec<&String> = lines.iter().filter(|line| !expected(line)).collect();
         assert!(unexpected.is_empty(), "unexpected log lines: {unexpected:#?}");
         for text in &self.expected {
