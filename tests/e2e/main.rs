@@ -15,6 +15,7 @@ mod abandon;
 mod admin;
 mod bad_input;
 mod engine_faults;
+mod fleet;
 mod handoff;
 mod injection;
 mod legs;

@@ -38,6 +38,7 @@ pub(crate) struct Builder {
     config: Vec<Tune<Config>>,
     peers: Vec<PeerSpec>,
     warnings: Vec<&'static str>,
+    possible: Vec<&'static str>,
     wait: bool,
 }
 
@@ -75,6 +76,12 @@ impl Builder {
         self
     }
 
+    /// Warnings that may come or not, depending on who is faster.
+    pub(crate) fn may_warn(mut self, texts: &[&'static str]) -> Self {
+        self.possible.extend(texts);
+        self
+    }
+
     /// Does not wait for the router to be ready.
     pub(crate) fn unready(mut self) -> Self {
         self.wait = false;
@@ -82,7 +89,7 @@ impl Builder {
     }
 
     pub(crate) async fn start(self) -> Cluster {
-        let log = Log::capture(self.warnings);
+        let log = Log::capture(self.warnings, self.possible);
         let router = listen().await;
         let addr = router.local_addr().unwrap();
         let mut config = Config { listen: addr, ..Config::default() };
@@ -167,6 +174,7 @@ impl Cluster {
             config: Vec::new(),
             peers: Vec::new(),
             warnings: Vec::new(),
+            possible: Vec::new(),
             wait: true,
         }
     }

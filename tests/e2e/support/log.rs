@@ -14,17 +14,18 @@ use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
 pub(crate) struct Log {
     lines: Arc<Mutex<Vec<String>>>,
     expected: Vec<&'static str>,
+    possible: Vec<&'static str>,
     checked: bool,
     _guard: DefaultGuard,
 }
 
 impl Log {
-    pub(crate) fn capture(expected: Vec<&'static str>) -> Self {
+    pub(crate) fn capture(expected: Vec<&'static str>, possible: Vec<&'static str>) -> Self {
         let lines = Arc::default();
         let subscriber =
             tracing_subscriber::registry().with(LevelFilter::WARN).with(Capture(Arc::clone(&lines)));
         let guard = tracing::subscriber::set_default(subscriber);
-        Self { lines, expected, checked: false, _guard: guard }
+        Self { lines, expected, possible, checked: false, _guard: guard }
     }
 
     pub(crate) fn lines(&self) -> Vec<String> {
@@ -35,7 +36,8 @@ impl Log {
     pub(crate) fn check(mut self) {
         self.checked = true;
         let lines = self.lines();
-        let expected = |line: &&String| self.expected.iter().any(|text| line.contains(text));
+        let expected =
+            |line: &&String| self.expected.iter().chain(&self.possible).any(|text| line.contains(text));
         let unexpected: Vec<&String> = lines.iter().filter(|line| !expected(line)).collect();
         assert!(unexpected.is_empty(), "unexpected log lines: {unexpected:#?}");
         for text in &self.expected {
