@@ -13,7 +13,7 @@ use bytes::BytesMut;
 use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderName};
 use http::request::Parts;
 use http_body_util::BodyExt;
-use kvbaton_proxy::{Exchange, RequestId};
+use kvbaton_proxy::{Client, Exchange, RequestId};
 use serde::de::DeserializeOwned;
 use tracing::Instrument;
 
@@ -50,7 +50,8 @@ pub(crate) fn exchange(mut parts: Parts) -> Exchange {
         .extensions
         .remove::<RequestId>()
         .unwrap_or_else(|| RequestId::accept(parts.headers.get(X_REQUEST_ID)));
-    Exchange { request_id, headers: parts.headers }
+    let client = parts.extensions.remove::<Client>().unwrap_or_default();
+    Exchange { request_id, headers: parts.headers, client }
 }
 
 // ---------------------------------------------------------------- body

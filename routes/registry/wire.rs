@@ -10,7 +10,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use kvbaton_proxy::{
     AboutEngine, ClockReading, Echo, EngineRole, EngineState, EngineView, Heartbeat, RankPayload,
-    Registration,
+    Registration, Writer,
 };
 use serde::de::{self, DeserializeOwned, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
@@ -73,7 +73,7 @@ struct RankBody {
 }
 
 impl RegisterBody {
-    pub(super) fn into_registration(self, engine_id: String) -> Registration {
+    pub(super) fn into_registration(self, engine_id: String, writer: Writer) -> Registration {
         let rank = |RankBody { pp_rank, tp_rank, payload: Payload(payload) }| RankPayload {
             pp_rank,
             tp_rank,
@@ -81,6 +81,7 @@ impl RegisterBody {
         };
         Registration {
             engine_id,
+            writer,
             base_url: self.base_url,
             role: self.role,
             model: self.model,

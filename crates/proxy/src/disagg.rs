@@ -12,6 +12,7 @@ use tokio::time::Instant;
 
 use crate::Core;
 use crate::answer::{is_binary, is_type, relay_whole, without_hand_off};
+use crate::client::Client;
 use crate::error::{Broken, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
 use crate::handoff;
 use crate::lease::Lease;
@@ -34,6 +35,8 @@ pub struct Exchange {
     pub request_id: RequestId,
     /// The client's headers.
     pub headers: HeaderMap,
+    /// Who the client is.
+    pub client: Client,
 }
 
 impl Core {
@@ -72,6 +75,7 @@ impl Core {
     ) -> Result<Response<RelayBody>, Stopped> {
         let request = ClientRequest::parse(endpoint, body, self.settings.hand_off.client_injected)
             .map_err(ProxyError::from)?;
+        exchange.client.check_model(request.model())?;
         let mut tries = Tries::new(&self.settings.retry);
         // D first: without one, a prefill would only strand blocks.
         self.pool.learn(&self.registry);
@@ -390,6 +394,7 @@ impl Core {
         exchange: &Exchange,
         body: Bytes,
     ) -> Result<Response<RelayBody>, ProxyError> {
+        exchange.client.check_body(&body)?;
         let body = pass_through_body(body, self.settings.hand_off.client_injected)?;
         let in_flight = self.pool.choose(Stage::Decode, None, &[], |_| true)?;
         let peer = Arc::clone(&in_flight.peer);

@@ -2,6 +2,7 @@
 //! keeps account of every hand-off. Knows HTTP's types but no web framework.
 
 mod answer;
+mod client;
 mod connection;
 mod disagg;
 mod error;
@@ -26,10 +27,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use http::uri::PathAndQuery;
-use http::{Method, Response};
+use http::{HeaderMap, Method, Response};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+pub use client::{Client, ModelScope};
+pub use connection::{EngineTls, public_authorities};
 pub use disagg::Exchange;
 pub use error::{Broken, Fault, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
 pub use kv_connector::protocol::params::Generation;
@@ -43,7 +46,7 @@ pub use registry::{
     AboutEngine, ChangeKind, Changes, ClockReading, Echo, EngineRecord, EngineRole, EngineState,
     EngineSummary, EngineView, FieldProblem, Found, Heartbeat, Missing, PayloadPart, Rank, RankId,
     RankPayload, RankView, Receipt, Registered, Registration, Registry, RegistryChange, RegistryError,
-    RegistryLimits, RegistrySnapshot, Watched, Watcher, canonical_base_url,
+    RegistryLimits, RegistrySnapshot, Sight, Watched, Watcher, Writer, canonical_base_url,
 };
 pub use request::{BadRequest, Endpoint, InjectedHandOff};
 pub use request_id::{RequestId, X_REQUEST_ID};
@@ -83,7 +86,7 @@ impl Proxy {
     #[must_use]
     pub fn start(settings: Settings, tasks: TaskTracker, stop: CancellationToken) -> Self {
         let metrics = Metrics::new();
-        let upstream = Upstream::new(&settings.timeouts, tasks.clone());
+        let upstream = Upstream::new(&settings.timeouts, settings.engine_tls.clone(), tasks.clone());
         let core = Arc::new(Core {
             retries: retry::Budget::new(settings.retry.clone()),
             ledger: Ledger::new(Arc::clone(&metrics)),
@@ -130,6 +133,12 @@ impl Proxy {
         body: Bytes,
     ) -> Result<Response<RelayBody>, ProxyError> {
         self.core.pass_through(method, &path_and_query, &exchange, body).await
+    }
+
+    /// Whether this router sent a request itself: a peer's address leads back here.
+    #[must_use]
+    pub fn has_sent(&self, headers: &HeaderMap) -> bool {
+        self.core.upstream.has_sent(headers)
     }
 
     /// The union of the peers' model lists.

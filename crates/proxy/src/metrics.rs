@@ -227,7 +227,7 @@ impl Outcome {
 
     pub(crate) const fn of_error(error: &ProxyError) -> Self {
         match error {
-            ProxyError::BadRequest(_) => Self::ClientError,
+            ProxyError::BadRequest(_) | ProxyError::ModelDenied { .. } => Self::ClientError,
             ProxyError::NoPeer(_) | ProxyError::NoCompatiblePair => Self::NoPeer,
             ProxyError::Upstream(_) | ProxyError::PrefillFailed(_) | ProxyError::HandOff(_) => {
                 Self::EngineError

@@ -18,6 +18,7 @@ pub use pairing::{PairView, Verdict};
 pub use peer::{Authorization, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Role};
 use peer::{InFlight, Peer};
 
+use crate::client::ModelScope;
 use crate::error::{ProxyError, Stage};
 use crate::registry::{Registry, canonical_base_url};
 use crate::settings::UnknownPairs;
@@ -236,6 +237,14 @@ pub struct ModelList {
 }
 
 impl ModelList {
+    /// Those that are in a scope.
+    #[must_use]
+    pub fn only(self, scope: &ModelScope) -> Self {
+        let entries = self.ids.into_iter().zip(self.data).filter(|(id, _)| scope.allows(id));
+        let (ids, data) = entries.unzip();
+        Self { object: self.object, data, ids }
+    }
+
     /// The models' ids in order.
     #[must_use]
     pub fn ids(&self) -> &[String] {

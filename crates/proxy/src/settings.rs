@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::connection::EngineTls;
 use crate::request::InjectedHandOff;
 
 /// What the core needs to know to serve requests.
@@ -23,6 +24,9 @@ pub struct Settings {
     pub retry: Retry,
     /// Bounds on memory.
     pub limits: Limits,
+    /// TLS to engines, made of files that the core does not read.
+    #[serde(skip)]
+    pub engine_tls: EngineTls,
 }
 
 /// Which engines are paired.
