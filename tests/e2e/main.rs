@@ -10,6 +10,7 @@
 mod abandon;
 mod admin;
 mod bad_input;
+mod credentials;
 mod engine_faults;
 mod handoff;
 mod injection;
@@ -19,6 +20,9 @@ mod program;
 mod registry;
 mod registry_v1;
 mod retry;
+mod secrecy;
+mod smuggling;
 mod stream;
 mod stream_faults;
 mod support;
+mod tls;

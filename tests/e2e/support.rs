@@ -4,6 +4,7 @@
 mod client;
 mod fake;
 mod log;
+mod pki;
 mod wire;
 
 use std::future::Future;
@@ -20,6 +21,7 @@ use tokio::net::TcpListener;
 pub(crate) use client::{Answer, events, stream_text};
 pub(crate) use fake::{FakeEngine, Gate, Step, chunk, http_answer, sse_head};
 use log::Log;
+pub(crate) use pki::{Authority, Front, Identity, TlsWire};
 pub(crate) use wire::{End, Wire, request};
 
 pub(crate) const COMPLETIONS: &str = "/v1/completions";
@@ -38,6 +40,8 @@ pub(crate) struct Builder {
     peers: Vec<PeerSpec>,
     warnings: Vec<&'static str>,
     wait: bool,
+    logs_all: bool,
+    front: Option<Front>,
 }
 
 impl Builder {
@@ -74,6 +78,18 @@ impl Builder {
         self
     }
 
+    /// Keeps the whole log, for [`Cluster::log`].
+    pub(crate) fn logs_all(mut self) -> Self {
+        self.logs_all = true;
+        self
+    }
+
+    /// The router reaches the engines through TLS only.
+    pub(crate) fn behind(mut self, front: Front) -> Self {
+        self.front = Some(front);
+        self
+    }
+
     /// Does not wait for the router to be ready.
     pub(crate) fn unready(mut self) -> Self {
         self.wait = false;
@@ -81,7 +97,7 @@ impl Builder {
     }
 
     pub(crate) async fn start(self) -> Cluster {
-        let log = Log::capture(self.warnings);
+        let log = if self.logs_all { Log::capture_all } else { Log::capture }(self.warnings);
         let router = listen().await;
         let addr = router.local_addr().unwrap();
         let mut config = Config { listen: addr, ..Config::default() };
@@ -100,7 +116,9 @@ impl Builder {
             .chain(std::iter::repeat_n(Role::Decode, self.decode))
         {
             let listener = listen().await;
-            let spec = PeerSpec::new(role, format!("http://{}", listener.local_addr().unwrap()));
+            let engine = listener.local_addr().unwrap();
+            let url = self.front.as_ref().map(|front| front.before(engine));
+            let spec = PeerSpec::new(role, url.unwrap_or_else(|| format!("http://{engine}")));
             match role {
                 Role::Prefill => config.prefill.push(spec),
                 Role::Decode => config.decode.push(spec),
@@ -121,7 +139,7 @@ impl Builder {
 
         let (mut prefill, mut decode) = (Vec::new(), Vec::new());
         for (role, listener) in waiting {
-            let mut engine = engine_config(addr);
+            let mut engine = engine_config(running.registry_addr());
             engine.registry_token = token.clone();
             engine.role = match role {
                 Role::Prefill => engine_sim::Role::Prefill,
@@ -137,7 +155,8 @@ impl Builder {
             }
         }
         let http = client::http();
-        let cluster = Cluster { running, addr, prefill, decode, http, token, log };
+        let _front = self.front;
+        let cluster = Cluster { running, addr, prefill, decode, http, token, log, _front };
         if self.wait {
             cluster.wait_ready().await;
             cluster.wait_registered().await;
@@ -155,6 +174,7 @@ pub(crate) struct Cluster {
     http: reqwest::Client,
     token: Option<String>,
     log: Log,
+    _front: Option<Front>,
 }
 
 impl Cluster {
@@ -167,6 +187,8 @@ impl Cluster {
             peers: Vec::new(),
             warnings: Vec::new(),
             wait: true,
+            logs_all: false,
+            front: None,
         }
     }
 
@@ -181,7 +203,29 @@ impl Cluster {
     }
 
     pub(crate) fn url(&self, path: &str) -> String {
-        format!("http://{}{path}", self.addr)
+        let addr = if path.starts_with("/registry") {
+            self.running.registry_addr()
+        } else if path.starts_with("/admin") || path == "/metrics" {
+            self.running.admin_addr().unwrap_or(self.addr)
+        } else {
+            self.addr
+        };
+        format!("http://{addr}{path}")
+    }
+
+    /// The program, for what it does not show over HTTP.
+    pub(crate) fn running(&self) -> &Running {
+        &self.running
+    }
+
+    /// Whether the router has warned of something.
+    pub(crate) fn log_has(&self, text: &str) -> bool {
+        self.log.lines().iter().any(|line| line.contains(text))
+    }
+
+    /// Everything that was logged so far.
+    pub(crate) fn log(&self) -> String {
+        self.log.whole()
     }
 
     pub(crate) async fn post(&self, path: &str, body: &Value) -> Answer {
@@ -321,6 +365,15 @@ impl Cluster {
     /// Ends everything and checks that no engine died and that the router warned of nothing else
     /// than the test expects.
     pub(crate) async fn finish(self) {
+        self.end().await.check();
+    }
+
+    /// As [`Cluster::finish`] where warnings are not what the test is about.
+    pub(crate) async fn finish_whatever_was_warned(self) {
+        self.end().await.forget();
+    }
+
+    async fn end(self) -> Log {
         let Self { running, prefill, decode, http, log, .. } = self;
         drop(http);
         assert!(running.drain().await, "the router did not end in time");
@@ -328,7 +381,7 @@ impl Cluster {
             assert!(!engine.stats().dead, "an engine died");
             engine.shutdown().await;
         }
-        log.check();
+        log
     }
 }
 
