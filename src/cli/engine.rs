@@ -26,7 +26,7 @@ pub(super) struct EngineArgs {
     /// Base URL of the router whose registry carries the handshake.
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
     registry: Url,
-    /// The router's operator token, if it has one.
+    /// A token for the router's registry, if it asks for one.
     #[arg(long, value_name = "TOKEN", env = "ENGINE_REGISTRY_TOKEN", hide_env_values = true)]
     registry_token: Option<String>,
     /// Name of the model that it serves.

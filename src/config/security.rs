@@ -431,3 +431,78 @@ pub(super) fn sample(config: &mut Config) {
     config.keys = vec![Key { name: "name".into(), sha256: text(), certificates: text(), models: text() }];
     config.cors.origins = text();
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Flags, load};
+    use super::*;
+
+    fn faults(set: &[(&str, &str)], env: &[(&str, &str)]) -> Vec<(String, Option<String>)> {
+        let pairs = |list: &[(&str, &str)]| {
+            list.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect::<Vec<_>>()
+        };
+        let flags = Flags { set: pairs(set), ..Flags::default() };
+        let found = load(&flags, pairs(env)).err().map(|faults| faults.0).unwrap_or_default();
+        found.into_iter().map(|fault| (fault.key, fault.hint)).collect()
+    }
+
+    fn keys(set: &[(&str, &str)]) -> Vec<String> {
+        faults(set, &[]).into_iter().map(|(key, _)| key).collect()
+    }
+
+    fn of_file(text: &str) -> Result<Config, super::super::ConfigFaults> {
+        let name = format!("kvbaton-security-{}-{}.toml", std::process::id(), text.len());
+        let path = std::env::temp_dir().join(name);
+        std::fs::write(&path, text).unwrap();
+        let flags = Flags { config: Some(path.clone()), ..Flags::default() };
+        let config = load(&flags, Vec::new());
+        std::fs::remove_file(path).unwrap();
+        config
+    }
+
+    #[test]
+    fn every_layer_can_set_them() {
+        let env = [
+            ("KVBATON_CORS__ORIGINS", "https://a.example.org, http://localhost:3000"),
+            ("KVBATON_ADMIN__TOKEN", "secret"),
+            ("KVBATON_ADMIN__ON_PUBLIC", "true"),
+            ("KVBATON_TLS__CERT", "/c.pem"),
+            ("KVBATON_TLS__KEY", "/k.pem"),
+        ];
+        let env = env.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let set = vec![("connections.per_address".to_owned(), "7".to_owned())];
+        let config = load(&Flags { set, ..Flags::default() }, env).unwrap();
+        assert_eq!(config.cors.origins, ["https://a.example.org", "http://localhost:3000"]);
+        assert!(config.admin.on_public && config.tls.is_on() && config.has_operator_credential());
+        assert_eq!(config.connections.per_address, 7);
+        assert_eq!(secret_files(&config), [Path::new("/c.pem"), Path::new("/k.pem")]);
+    }
+
+    #[test]
+    fn what_does_not_fit_together_is_named() {
+        assert_eq!(keys(&[("tls.cert", "a")]), ["tls"]);
+        assert_eq!(keys(&[("tls.client_ca", "a")]), ["tls.client_ca"]);
+        assert_eq!(keys(&[("admin.tls.cert", "a"), ("admin.tls.key", "b")]), ["admin.tls"]);
+        assert_eq!(keys(&[("admin.listen", "127.0.0.1:8000")]), ["admin.listen"]);
+        assert_eq!(keys(&[("cors.origins", "chat.example.org")]), ["cors.origins"]);
+        assert_eq!(keys(&[("connections.head", "0s")]), ["connections.head"]);
+        assert_eq!(keys(&[("registry.token", "two words")]), ["registry.token"]);
+        let unknown = faults(&[("admin.tokn", "a")], &[]);
+        assert_eq!(unknown, [("admin.tokn".to_owned(), Some("did you mean admin.token?".to_owned()))]);
+    }
+
+    #[test]
+    fn faults_of_credentials_and_keys_name_the_place_and_no_secret() {
+        let text = "[[credentials]]\nname = \"a\"\nrole = \"engine\"\n\
+            [[credentials]]\nname = \"a\"\nrole = \"operator\"\nsha256 = [\"the-secret-itself\"]\nmodels = [\"m\"]\n\
+            [[keys]]\nname = \"\"\n";
+        let said = of_file(text).unwrap_err();
+        let places: Vec<&str> = said.0.iter().map(|fault| fault.key.as_str()).collect();
+        let [first, second, digest] = ["credentials[0]", "credentials[1]", "credentials[1].sha256"];
+        assert_eq!(places, [first, second, digest, second, "keys[0]", "keys[0]"]);
+        assert!(!said.to_string().contains("the-secret-itself"), "{said}");
+        let unknown = of_file("[[keys]]\nname = \"a\"\nshs256 = []\n").unwrap_err().0.remove(0);
+        assert_eq!(unknown.key, "keys[0].shs256");
+        assert_eq!(unknown.hint.as_deref(), Some("did you mean sha256?"));
+    }
+}
