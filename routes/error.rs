@@ -315,6 +315,8 @@ fn peer_spec_face(error: &PeerSpecError) -> Face {
         }
         PeerSpecError::Token => Face::invalid("invalid_peer").param("token"),
         PeerSpecError::SideChannel => Face::invalid("invalid_peer").param("kv_host"),
+        PeerSpecError::SideChannelAddress => Face::invalid("invalid_peer").param("side_channel"),
+        PeerSpecError::Size => Face::invalid("invalid_peer").param("tp_size"),
         PeerSpecError::Lease => Face::invalid("invalid_peer").param("lease"),
         PeerSpecError::Name { .. } => Face::invalid("invalid_peer").param("name"),
         PeerSpecError::Exists { .. } => Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "peer_exists"),
@@ -325,7 +327,8 @@ impl IntoResponse for RouteError {
     fn into_response(self) -> Response {
         let face = self.face();
         let status = face.status;
-        if status.is_server_error() {
+        // A loop is told once, by the probes of the peer that leads back here.
+        if status.is_server_error() && !matches!(self, Self::Loop) {
             tracing::warn!(status = status.as_u16(), code = face.code, error = %self, "request failed");
         } else {
             tracing::debug!(status = status.as_u16(), code = face.code, "request refused");

@@ -49,7 +49,7 @@ impl Listeners {
         let (admin, registry) = (&config.admin, &config.registry);
         let addr =
             public.local_addr().map_err(|source| StartError::Listen { addr: config.listen, source })?;
-        let shared = admin.listen.is_some() && admin.listen == registry.listen;
+        let shared = config.shares_listener();
         let public = Bound::new(
             public,
             addr,

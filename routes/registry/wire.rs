@@ -9,8 +9,8 @@ use axum::extract::Request;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use kvbaton_proxy::{
-    AboutEngine, ClockReading, Echo, EngineRole, EngineState, EngineView, Heartbeat, RankPayload,
-    Registration, Writer,
+    AboutEngine, ClockReading, Echo, EngineRole, EngineState, EngineTraits, EngineView, Heartbeat,
+    RankPayload, Registration, TransferMode, Writer,
 };
 use serde::de::{self, DeserializeOwned, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
@@ -57,6 +57,19 @@ pub(super) struct RegisterBody {
     model: Option<String>,
     dp_rank: Option<u32>,
     vllm_version: Option<String>,
+    tp_size: Option<u32>,
+    pp_size: Option<u32>,
+    dcp_size: Option<u32>,
+    transfer_mode: Option<TransferMode>,
+    kv_heads: Option<u32>,
+    is_mla: Option<bool>,
+    permute_received: Option<bool>,
+    hma_required: Option<bool>,
+    host_buffer: Option<bool>,
+    enforce_compat: Option<bool>,
+    nixl_version: Option<String>,
+    side_channel_host: Option<String>,
+    side_channel_port: Option<u16>,
     #[serde(default)]
     state: EngineState,
     ttl_seconds: Option<f64>,
@@ -87,6 +100,21 @@ impl RegisterBody {
             model: self.model,
             dp_rank: self.dp_rank.unwrap_or(0),
             vllm_version: self.vllm_version,
+            traits: EngineTraits {
+                tp_size: self.tp_size,
+                pp_size: self.pp_size,
+                dcp_size: self.dcp_size,
+                transfer_mode: self.transfer_mode,
+                kv_heads: self.kv_heads,
+                is_mla: self.is_mla,
+                permute_received: self.permute_received,
+                hma_required: self.hma_required,
+                host_buffer: self.host_buffer,
+                enforce_compat: self.enforce_compat,
+                nixl_version: self.nixl_version,
+                side_channel_host: self.side_channel_host,
+                side_channel_port: self.side_channel_port,
+            },
             state: self.state,
             ttl_seconds: self.ttl_seconds,
             clock: self.clock,

@@ -218,6 +218,13 @@ impl Config {
             || self.credentials.iter().any(|credential| credential.role == CredentialRole::Operator)
     }
 
+    /// Whether operators and engines have one listener together.
+    #[must_use]
+    pub fn shares_listener(&self) -> bool {
+        // Port 0 is another one each time.
+        self.admin.listen == self.registry.listen && self.admin.listen.is_some_and(|addr| addr.port() != 0)
+    }
+
     /// Whether the operators' endpoints are on the public listener at this address.
     #[must_use]
     pub fn admin_is_public(&self, listen: SocketAddr) -> bool {
@@ -280,8 +287,7 @@ fn check_listeners(config: &Config, wrong: &mut impl FnMut(&str, String, &str)) 
             wrong(&format!("{key}.listen"), "is the public listener's address".into(), "leave it out");
         }
     }
-    let shared = admin.listen.is_some() && admin.listen == registry.listen;
-    if shared && registry.tls != Tls::default() && registry.tls != admin.tls {
+    if config.shares_listener() && registry.tls != Tls::default() && registry.tls != admin.tls {
         wrong(
             "registry.tls",
             "is another than that of admin, whose listener it shares".into(),

@@ -11,6 +11,7 @@ use reqwest::header::{ACCEPT, CONTENT_TYPE, HeaderMap, HeaderValue};
 use reqwest::{Client, Method, RequestBuilder, Response, StatusCode};
 use thiserror::Error;
 
+pub use crate::fit::EngineTraits;
 pub use message::{
     ClockEstimate, Echo, EngineRole, EngineState, Fetched, Heartbeat, RankPayload, Receipt, Registration,
 };

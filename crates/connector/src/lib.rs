@@ -7,6 +7,7 @@
 pub mod aggregate;
 pub mod compat;
 pub mod error;
+pub mod fit;
 #[cfg(test)]
 mod golden;
 #[cfg(feature = "registry")]

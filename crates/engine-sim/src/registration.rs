@@ -8,13 +8,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kv_connector::handshake::{
-    Echo, EngineRole, EngineState, Heartbeat, RankPayload, Receipt, Registration, RegistryClient,
-    RegistryError,
+    Echo, EngineRole, EngineState, EngineTraits, Heartbeat, RankPayload, Receipt, Registration,
+    RegistryClient, RegistryError,
 };
+use kv_connector::protocol::params::TransferMode;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::config::{EngineConfig, Role};
+use crate::config::{Attention, EngineConfig, Role};
 
 /// A registry that does not answer must not keep an engine from leaving.
 const FAREWELL: Duration = Duration::from_secs(1);
@@ -67,10 +68,30 @@ pub(crate) fn registration(
         model: Some(config.model.clone()),
         dp_rank: 0,
         vllm_version: Some(config.version().to_owned()),
+        traits: traits(config, addr),
         state: EngineState::Ready,
         ttl: Some(ttl),
         clock: None,
         ranks: Some(ranks.collect()),
+    }
+}
+
+fn traits(config: &EngineConfig, addr: SocketAddr) -> EngineTraits {
+    let host = config.advertise_host.clone().unwrap_or_else(|| addr.ip().to_string());
+    EngineTraits {
+        tp_size: Some(config.tp_size),
+        pp_size: Some(1),
+        dcp_size: Some(1),
+        transfer_mode: Some(TransferMode::Pull),
+        kv_heads: u32::try_from(config.total_kv_heads()).ok(),
+        is_mla: Some(config.attention == Attention::Mla),
+        permute_received: Some(config.permute_received),
+        hma_required: Some(false),
+        host_buffer: Some(false),
+        enforce_compat: Some(config.enforce_compat),
+        nixl_version: None,
+        side_channel_host: Some(host),
+        side_channel_port: Some(config.advertise_port.unwrap_or_else(|| addr.port())),
     }
 }
 

@@ -260,6 +260,7 @@ impl Core {
         }
         Ok(match handoff::accept(&answer, &peer, route(&head).same_host, self.tokens_per_block()) {
             Ok(hand_off) => {
+                self.side_channel_named(&peer, &hand_off);
                 if peer.saw_engine(&hand_off.engine_id) {
                     self.pool.relearn();
                 }
@@ -323,7 +324,7 @@ impl Core {
             method: Method::POST,
             path: request.endpoint().path(),
             headers: request_headers(&exchange.headers, &exchange.request_id),
-            body: request.decode_body(lease.as_ref().and_then(Lease::raw)),
+            body: request.decode_body(lease.as_ref().and_then(|lease| lease.raw_for(&peer))),
         };
         if let Some(lease) = &mut lease {
             lease.dispatched(&peer);

@@ -89,9 +89,9 @@ impl Lease {
         Self { hold: Some(hold) }
     }
 
-    /// The hand-off's bytes for the decode leg.
-    pub(crate) fn raw(&self) -> Option<Bytes> {
-        self.hold.as_ref().map(|hold| hold.hand_off.raw.clone())
+    /// The hand-off's bytes for the decode leg to a peer.
+    pub(crate) fn raw_for(&self, decode: &Peer) -> Option<Bytes> {
+        self.hold.as_ref().map(|hold| hold.core.hand_off_for(&hold.hand_off, decode))
     }
 
     /// Since when the prefill engine holds the blocks.
@@ -221,7 +221,7 @@ impl Hold {
             return self.reject(peer).await;
         }
         if self.hand_off.sound || !newest {
-            let read = self.send(peer, self.request.endpoint().path(), self.one_token_body()).await?;
+            let read = self.send(peer, self.request.endpoint().path(), self.one_token_body(peer)).await?;
             if read.is_success() {
                 peer.knows_engine(&self.hand_off.engine_id);
                 return Ok(());
@@ -240,7 +240,7 @@ impl Hold {
     }
 
     async fn reject(&self, peer: &Arc<Peer>) -> Result<(), NotReleased> {
-        match self.send(peer, Endpoint::Completions.path(), self.rejected_body()).await? {
+        match self.send(peer, Endpoint::Completions.path(), self.rejected_body(peer)).await? {
             StatusCode::NOT_FOUND => Ok(()),
             status => Err(NotReleased::Status(status)),
         }
@@ -266,9 +266,9 @@ impl Hold {
         Ok(status)
     }
 
-    fn one_token_body(&self) -> Spliced {
+    fn one_token_body(&self, decode: &Peer) -> Spliced {
         let salt = uuid::Uuid::new_v4().simple().to_string();
-        self.request.release_body(self.hand_off.raw.clone(), &salt)
+        self.request.release_body(self.core.hand_off_for(&self.hand_off, decode), &salt)
     }
 
     /// The smallest request that makes an engine step.
@@ -277,12 +277,13 @@ impl Hold {
         Spliced::from(Bytes::from(format!(r#"{{"model":{model},"prompt":"-","max_tokens":1}}"#)))
     }
 
-    fn rejected_body(&self) -> Spliced {
-        let mut body = Vec::with_capacity(self.hand_off.raw.len() + 128);
+    fn rejected_body(&self, decode: &Peer) -> Spliced {
+        let hand_off = self.core.hand_off_for(&self.hand_off, decode);
+        let mut body = Vec::with_capacity(hand_off.len() + 128);
         body.extend_from_slice(br#"{"model":""#);
         body.extend_from_slice(NO_SUCH_MODEL.as_bytes());
         body.extend_from_slice(br#"","prompt":"-","max_tokens":1,"kv_transfer_params":"#);
-        body.extend_from_slice(&self.hand_off.raw);
+        body.extend_from_slice(&hand_off);
         body.push(b'}');
         Spliced::from(Bytes::from(body))
     }

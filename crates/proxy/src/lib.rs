@@ -18,6 +18,7 @@ pub mod request;
 mod request_id;
 mod retry;
 mod settings;
+mod side_channel;
 pub mod splice;
 mod stream;
 mod upstream;
@@ -35,12 +36,13 @@ pub use client::{Client, ModelScope};
 pub use connection::{EngineTls, public_authorities};
 pub use disagg::Exchange;
 pub use error::{Broken, Fault, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
-pub use kv_connector::protocol::params::Generation;
+pub use kv_connector::fit::EngineTraits;
+pub use kv_connector::protocol::params::{Generation, TransferMode};
 pub use ledger::{HandOffState, HandOffView};
 pub use metrics::METRICS_CONTENT_TYPE;
 pub use pool::{
     Authorization, ModelList, PairView, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Readiness,
-    Role, Verdict,
+    Role, Verdict, is_host,
 };
 pub use registry::{
     AboutEngine, ChangeKind, Changes, ClockReading, Echo, EngineRecord, EngineRole, EngineState,
@@ -53,11 +55,14 @@ pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{
     HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Timeouts, UnknownPairs,
 };
+pub use side_channel::channels::{SideChannelState, SideChannelView};
+pub use side_channel::settings::{FrontSettings, NotPorts, PortRange, ReadSideChannels, SideChannelSettings};
 pub use stream::{RelayBody, RelayError};
 
 use ledger::Ledger;
 use metrics::Metrics;
 use pool::Pool;
+use side_channel::SideChannels;
 use upstream::Upstream;
 
 /// What every part of the core shares.
@@ -68,6 +73,7 @@ struct Core {
     ledger: Ledger,
     registry: Registry,
     retries: retry::Budget,
+    side_channels: SideChannels,
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
     stop: CancellationToken,
@@ -96,6 +102,7 @@ impl Proxy {
                 ..RegistryLimits::default()
             }),
             pool: Pool::default(),
+            side_channels: SideChannels::default(),
             upstream,
             metrics,
             tasks,
@@ -104,6 +111,7 @@ impl Proxy {
             settings,
         });
         pool::probe::watch(Arc::clone(&core));
+        side_channel::start(&core);
         core.tasks.spawn(core.registry.clone().expire_until(core.stop.clone()));
         Self { core }
     }
@@ -174,7 +182,10 @@ impl Proxy {
     /// Takes a peer out of the fleet; requests in flight with it go on.
     #[must_use]
     pub fn remove_peer(&self, id: &str) -> Option<PeerView> {
-        self.core.pool.remove(id)
+        let peer = self.core.pool.get(id)?;
+        let view = self.core.pool.remove(id)?;
+        self.core.side_channels_forgotten(&peer);
+        Some(view)
     }
 
     /// The live hand-offs, oldest first.

@@ -12,6 +12,7 @@ use prometheus_client::registry::{Registry, Unit};
 
 use crate::error::{HandOffRefusal, ProxyError, Stage, UpstreamFailure};
 use crate::request::Endpoint;
+use crate::side_channel::channels::SideChannelState;
 
 /// Content type of the metrics page.
 pub const METRICS_CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -68,6 +69,8 @@ pub(crate) struct Metrics {
     upstream_failures: Family<FailureLabels, Counter>,
     stream_errors: Counter,
     retries: Family<StageLabel, Counter>,
+    side_channel_looks: Family<ResultLabel, Counter>,
+    front_requests: Family<ResultLabel, Counter>,
     prefill_seconds: Histogram,
     decode_head_seconds: Histogram,
     hand_over_seconds: Histogram,
@@ -85,6 +88,8 @@ impl Metrics {
             upstream_failures: Family::default(),
             stream_errors: Counter::default(),
             retries: Family::default(),
+            side_channel_looks: Family::default(),
+            front_requests: Family::default(),
             prefill_seconds: seconds(),
             decode_head_seconds: seconds(),
             hand_over_seconds: seconds(),
@@ -118,6 +123,16 @@ impl Metrics {
             metrics.stream_errors.clone(),
         );
         registry.register("retries", "Legs that were tried again on another engine", metrics.retries.clone());
+        registry.register(
+            "side_channel_looks",
+            "Looks at engines' side channels by result: read, failed, not_asked, registers_itself",
+            metrics.side_channel_looks.clone(),
+        );
+        registry.register(
+            "front_requests",
+            "Messages at the router's own side channels: answered or dropped",
+            metrics.front_requests.clone(),
+        );
         registry.register_with_unit(
             "prefill",
             "Time from sending the prefill leg to its whole answer",
@@ -187,6 +202,22 @@ impl Metrics {
 
     pub(crate) fn retried(&self, stage: Stage) {
         self.retries.get_or_create(&StageLabel { stage: stage.label() }).inc();
+    }
+
+    pub(crate) fn side_channel_looked(&self, state: SideChannelState) {
+        let result = match state {
+            SideChannelState::Unread => "unread",
+            SideChannelState::Read => "read",
+            SideChannelState::NotAsked => "not_asked",
+            SideChannelState::Failed => "failed",
+            SideChannelState::RegistersItself => "registers_itself",
+        };
+        self.side_channel_looks.get_or_create(&ResultLabel { result }).inc();
+    }
+
+    pub(crate) fn front_asked(&self, answered: bool) {
+        let result = if answered { "answered" } else { "dropped" };
+        self.front_requests.get_or_create(&ResultLabel { result }).inc();
     }
 
     pub(crate) fn prefill_took(&self, seconds: f64) {

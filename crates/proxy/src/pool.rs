@@ -15,7 +15,7 @@ use serde_json::value::RawValue;
 
 use pairing::Identity;
 pub use pairing::{PairView, Verdict};
-pub use peer::{Authorization, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Role};
+pub use peer::{Authorization, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Role, is_host};
 use peer::{InFlight, Peer};
 
 use crate::client::ModelScope;

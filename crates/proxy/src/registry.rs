@@ -10,6 +10,7 @@ mod look_up;
 mod ownership;
 mod record;
 mod registration;
+mod sampled;
 mod state;
 mod watch;
 
@@ -20,6 +21,7 @@ use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use bytes::Bytes;
+use kv_connector::fit::EngineTraits;
 use kv_connector::protocol::metadata::NixlAgentMetadata;
 use parking_lot::{Mutex, RwLock, RwLockWriteGuard};
 use tokio::sync::{Notify, watch as watch_channel};
@@ -148,6 +150,7 @@ impl Registry {
             model,
             dp_rank,
             vllm_version,
+            traits,
             state: engine_state,
             clock,
             writer,
@@ -160,6 +163,7 @@ impl Registry {
             model,
             dp_rank,
             vllm_version,
+            traits,
             state: engine_state,
             generation: 0,
             revision: 0,
@@ -459,6 +463,7 @@ fn unnamed(engine_id: &str) -> EngineRecord {
         model: None,
         dp_rank: 0,
         vllm_version: None,
+        traits: EngineTraits::default(),
         state: EngineState::Ready,
         generation: 0,
         revision: 0,

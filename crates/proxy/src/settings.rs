@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::connection::EngineTls;
 use crate::request::InjectedHandOff;
+use crate::side_channel::settings::SideChannelSettings;
 
 /// What the core needs to know to serve requests.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -20,6 +21,8 @@ pub struct Settings {
     pub hand_off: HandOffPolicy,
     /// Which engines are paired.
     pub pairing: Pairing,
+    /// The engines' ZMQ side channels.
+    pub side_channel: SideChannelSettings,
     /// Trying again on another engine.
     pub retry: Retry,
     /// Bounds on memory.

@@ -66,6 +66,41 @@ async fn an_engine_registers_whole_in_json_and_its_bytes_come_back() {
 }
 
 #[tokio::test]
+async fn what_an_engine_says_beyond_its_payloads_is_kept_and_checked() {
+    let surface = Surface::new();
+    let traits = json!({
+        "tp_size": 1, "pp_size": 1, "dcp_size": 1, "transfer_mode": "pull", "kv_heads": 8, "is_mla": false,
+        "permute_received": false, "hma_required": false, "host_buffer": true, "enforce_compat": true,
+        "nixl_version": "1.3.0", "side_channel_host": "10.0.0.1", "side_channel_port": 5600,
+    });
+    let with = |traits: &Value| {
+        let mut body = registration();
+        body.as_object_mut().unwrap().extend(traits.as_object().unwrap().clone());
+        body
+    };
+    assert_eq!(put(&surface, ENGINE, &with(&traits)).await.status, 201);
+    let view = surface.ask(Ask::get(&path(ENGINE))).await.json();
+    for (name, value) in traits.as_object().unwrap() {
+        assert_eq!(&view[name], value, "{name}");
+    }
+    for (name, value) in [
+        ("tp_size", json!(0)),
+        ("pp_size", json!(65537)),
+        ("kv_heads", json!(0)),
+        ("nixl_version", json!("")),
+        ("side_channel_host", json!("x".repeat(513))),
+        ("side_channel_port", json!(0)),
+    ] {
+        let refused = put(&surface, ENGINE, &with(&json!({name: value}))).await;
+        refused.expect_error(400, "invalid_request_error", Some(name), "invalid_registration");
+    }
+    assert_eq!(put(&surface, ENGINE, &with(&json!({"transfer_mode": "both"}))).await.status, 400);
+    // What is not said any more is not known any more.
+    assert_eq!(put(&surface, ENGINE, &registration()).await.status, 200);
+    assert_eq!(surface.ask(Ask::get(&path(ENGINE))).await.json().get("tp_size"), None);
+}
+
+#[tokio::test]
 async fn an_engine_registers_whole_in_msgpack_and_peers_get_all_payloads() {
     let surface = Surface::new();
     let created = put_msgpack(&surface, ENGINE, msgpack_registration()).await;

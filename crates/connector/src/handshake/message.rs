@@ -5,6 +5,7 @@ use std::time::Duration;
 use serde::Deserialize;
 
 use crate::ClockTime;
+use crate::fit::EngineTraits;
 use crate::protocol::msgpack::Writer;
 
 /// What an engine says that it is for.
@@ -76,6 +77,8 @@ pub struct Registration {
     pub dp_rank: u32,
     /// The version of vLLM that it runs.
     pub vllm_version: Option<String>,
+    /// What its payloads do not tell; only what is known is sent.
+    pub traits: EngineTraits,
     /// Where it is in its life.
     pub state: EngineState,
     /// After how long a silence the registry lets it leave; `None` never.
@@ -89,7 +92,8 @@ pub struct Registration {
 impl Registration {
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut writer = Writer::default();
-        writer.map(9);
+        let traits = known(&self.traits);
+        writer.map(9 + traits.len());
         optional(&mut writer, "base_url", self.base_url.as_deref(), Writer::str);
         optional(&mut writer, "role", self.role.map(EngineRole::label), Writer::str);
         optional(&mut writer, "model", self.model.as_deref(), Writer::str);
@@ -111,6 +115,14 @@ impl Registration {
                 writer.bin(&rank.payload);
             });
         });
+        for (name, value) in traits {
+            writer.str(name);
+            match value {
+                Trait::Number(number) => writer.uint(u64::from(number)),
+                Trait::Flag(flag) => writer.bool(flag),
+                Trait::Text(text) => writer.str(text),
+            }
+        }
         writer.bytes
     }
 }
@@ -186,4 +198,32 @@ fn optional<T>(writer: &mut Writer, name: &str, value: Option<T>, write: impl Fn
         Some(value) => write(writer, value),
         None => writer.nil(),
     }
+}
+
+enum Trait<'a> {
+    Number(u32),
+    Flag(bool),
+    Text(&'a str),
+}
+
+/// The traits that are known, by their names.
+fn known(traits: &EngineTraits) -> Vec<(&'static str, Trait<'_>)> {
+    let number = |number: Option<u32>| number.map(Trait::Number);
+    let flag = |flag: Option<bool>| flag.map(Trait::Flag);
+    let all = [
+        ("tp_size", number(traits.tp_size)),
+        ("pp_size", number(traits.pp_size)),
+        ("dcp_size", number(traits.dcp_size)),
+        ("transfer_mode", traits.transfer_mode.map(|mode| Trait::Text(mode.as_str()))),
+        ("kv_heads", number(traits.kv_heads)),
+        ("is_mla", flag(traits.is_mla)),
+        ("permute_received", flag(traits.permute_received)),
+        ("hma_required", flag(traits.hma_required)),
+        ("host_buffer", flag(traits.host_buffer)),
+        ("enforce_compat", flag(traits.enforce_compat)),
+        ("nixl_version", traits.nixl_version.as_deref().map(Trait::Text)),
+        ("side_channel_host", traits.side_channel_host.as_deref().map(Trait::Text)),
+        ("side_channel_port", number(traits.side_channel_port.map(u32::from))),
+    ];
+    all.into_iter().filter_map(|(name, value)| value.map(|value| (name, value))).collect()
 }

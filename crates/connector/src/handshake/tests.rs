@@ -2,6 +2,8 @@ use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::thread::JoinHandle;
 
+use crate::protocol::params::TransferMode;
+
 use super::*;
 
 /// Answers one request with fixed bytes and returns what was asked.
@@ -120,6 +122,22 @@ async fn an_engine_registers_beats_and_leaves() {
     body.extend(b"\xacvllm_version\xc0\xa5state\xa5ready\xabttl_seconds\xcb\x40\x18\0\0\0\0\0\0");
     body.extend(b"\xa5clock\xcb\x3f\xe0\0\0\0\0\0\0\xa5ranks\x91\x83\xa7pp_rank\0\xa7tp_rank\x01");
     body.extend(b"\xa7payload\xc4\x01\xff");
+    assert!(asked.ends_with(&body), "{}", String::from_utf8_lossy(&asked));
+
+    let (url, server) = serve_once(response("200 OK", receipt));
+    let traits = EngineTraits {
+        tp_size: Some(2),
+        transfer_mode: Some(TransferMode::Pull),
+        is_mla: Some(true),
+        side_channel_port: Some(5600),
+        ..EngineTraits::default()
+    };
+    let registration = Registration { engine_id: "p".to_owned(), traits, ..Registration::default() };
+    RegistryClient::new(url, None).unwrap().register(&registration).await.unwrap();
+    let asked = server.join().unwrap();
+    let mut body =
+        b"\xa5clock\xc0\xa5ranks\xc0\xa7tp_size\x02\xadtransfer_mode\xa4pull\xa6is_mla\xc3".to_vec();
+    body.extend(b"\xb1side_channel_port\xcd\x15\xe0");
     assert!(asked.ends_with(&body), "{}", String::from_utf8_lossy(&asked));
 
     let (url, server) = serve_once(response("200 OK", receipt));

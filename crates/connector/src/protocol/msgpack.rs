@@ -349,6 +349,11 @@ impl Writer {
     }
 
     /// A number; an integer will do.
+    #[cfg(feature = "registry")]
+    pub(crate) fn bool(&mut self, value: bool) {
+        self.bytes.push(if value { 0xc3 } else { 0xc2 });
+    }
+
     pub(crate) fn float(&mut self, value: f64) {
         self.bytes.push(0xcb);
         self.bytes.extend(value.to_be_bytes());

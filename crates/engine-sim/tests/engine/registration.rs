@@ -28,6 +28,9 @@ async fn an_engine_says_what_it_is_and_gives_signs_of_life_with_its_clock() {
     let expected = json!({
         "base_url": engine.url(), "role": "prefill", "model": "sim", "dp_rank": 0, "vllm_version": "0.32.0",
         "state": "ready", "ttl_seconds": 5.0, "clock": first_clock,
+        "tp_size": 1, "pp_size": 1, "dcp_size": 1, "transfer_mode": "pull", "kv_heads": 2, "is_mla": false,
+        "permute_received": false, "hma_required": false, "host_buffer": false, "enforce_compat": true,
+        "side_channel_host": "127.0.0.1", "side_channel_port": engine.addr().port(),
     });
     assert_eq!(said, expected);
     let told = registry.hears("a heartbeat", |told| matches!(told, Told::Heartbeat(_))).await;

@@ -16,6 +16,7 @@ use tokio::time::Instant;
 
 use super::pairing::Identity;
 use crate::error::Stage;
+use crate::side_channel::channels::{ChannelAddress, Channels, SideChannelView};
 
 /// Most engine ids that are remembered of one peer: its data-parallel ranks, and some restarts.
 const MAX_ENGINE_IDS: usize = 256;
@@ -81,6 +82,23 @@ pub struct PeerSpec {
     /// Port of the side channel, in place of the one that it reports.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kv_port: Option<u16>,
+    /// Where the router reads the engine's side channel, `host:port`; by its hand-offs when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub side_channel: Option<String>,
+    /// Tensor-parallel size of the engine, whose other ranks are read then too. A wrong one ends an
+    /// engine's side channel for good; hand-offs tell it as well.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tp_size: Option<u32>,
+    /// Pipeline stages of the engine, as with `tp_size`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pp_size: Option<u32>,
+    /// How many data-parallel engines there are behind the URL; each has the next port.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dp_size: Option<u32>,
+    /// Whether this decode engine shakes hands over the router's side channels, where there are any;
+    /// when absent, unless it registers by itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub front: Option<bool>,
     /// How long this prefill engine keeps an unread hand-off, as configured there.
     #[serde(default, with = "humantime_serde::option", skip_serializing_if = "Option::is_none")]
     pub lease: Option<Duration>,
@@ -103,6 +121,11 @@ impl PeerSpec {
             generation: None,
             kv_host: None,
             kv_port: None,
+            side_channel: None,
+            tp_size: None,
+            pp_size: None,
+            dp_size: None,
+            front: None,
             lease: None,
             authorization: Authorization::Forward,
             token: None,
@@ -148,6 +171,12 @@ pub enum PeerSpecError {
     /// `kv_host` or `kv_port` is no address.
     #[error("kv_host must be a host name or an IP address, and kv_port not 0")]
     SideChannel,
+    /// `side_channel` is no address.
+    #[error("side_channel must be host:port")]
+    SideChannelAddress,
+    /// One of the sizes is out of range.
+    #[error("tp_size, pp_size and dp_size must be from 1 to 1024")]
+    Size,
     /// `lease` is out of range.
     #[error("lease must be more than 0 and at most 7 days")]
     Lease,
@@ -159,7 +188,9 @@ pub enum PeerSpecError {
     },
 }
 
-fn is_host(host: &str) -> bool {
+/// Whether a text is a host name or an IP address.
+#[must_use]
+pub fn is_host(host: &str) -> bool {
     let bare = host.trim_start_matches('[').trim_end_matches(']');
     let name = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'-' | b'_');
     bare.parse::<std::net::IpAddr>().is_ok()
@@ -231,6 +262,8 @@ pub(crate) struct Peer {
     pub(crate) observed: RwLock<Observed>,
     /// What the registry says of it; made anew when the registry changes.
     pub(crate) identity: ArcSwap<Identity>,
+    /// Its side channels as the router reads them.
+    pub(crate) channels: Channels,
 }
 
 impl Peer {
@@ -258,11 +291,19 @@ impl Peer {
         if spec.kv_host.as_deref().is_some_and(|host| !is_host(host)) || spec.kv_port == Some(0) {
             return Err(PeerSpecError::SideChannel);
         }
+        if spec.side_channel.as_deref().is_some_and(|text| ChannelAddress::parse(text).is_none()) {
+            return Err(PeerSpecError::SideChannelAddress);
+        }
+        let sizes = [spec.tp_size, spec.pp_size, spec.dp_size];
+        if sizes.into_iter().flatten().any(|size| !(1..=1024).contains(&size)) {
+            return Err(PeerSpecError::Size);
+        }
         if spec.lease.is_some_and(|lease| lease.is_zero() || lease > MAX_LEASE) {
             return Err(PeerSpecError::Lease);
         }
         let prefix = uri.path().trim_end_matches('/').to_owned();
         let observed = Observed { generation: spec.generation, ..Observed::default() };
+        let channels = Channels::of(&spec);
         Ok(Self {
             id,
             spec,
@@ -275,6 +316,7 @@ impl Peer {
             met: RwLock::default(),
             observed: RwLock::new(observed),
             identity: ArcSwap::default(),
+            channels,
         })
     }
 
@@ -412,6 +454,7 @@ impl Peer {
             in_flight: self.in_flight(),
             authorization: self.spec.authorization,
             last_error: observed.last_error.clone(),
+            side_channels: self.channels.views(),
         }
     }
 }
@@ -453,4 +496,6 @@ pub struct PeerView {
     pub authorization: Authorization,
     /// The last failure, if there was one.
     pub last_error: Option<PeerFault>,
+    /// Its ZMQ side channels as the router reads them.
+    pub side_channels: Vec<SideChannelView>,
 }

@@ -120,7 +120,7 @@ enum Unwell {
     #[error("probe: no answer in time")]
     Silent,
     #[error("probe: {}", .0.broken.label())]
-    Broken(UpstreamFailure),
+    Broken(#[from] UpstreamFailure),
     #[error("probe: {path} answered {status}")]
     Status { path: &'static str, status: u16 },
     #[error("probe: the model list is not one")]
@@ -162,20 +162,28 @@ async fn look(peer: &Arc<Peer>, upstream: &Upstream) -> Result<Seen, Unwell> {
         return Err(Unwell::Status { path: "/v1/models", status: status.as_u16() });
     }
     let models = read_models(&body)?;
-    let version = match get(peer, upstream, "/version").await {
-        Ok((status, body)) if status.is_success() => {
-            serde_json::from_slice::<Version>(&body).ok().map(|answer| answer.version)
-        }
-        Ok(_) | Err(_) => None,
-    };
+    let version = version(peer, upstream).await.unwrap_or_default();
     Ok(Seen { models, version })
+}
+
+/// The version that an engine tells now; none when it answers without one.
+///
+/// # Errors
+/// It does not answer.
+pub(crate) async fn version(
+    peer: &Arc<Peer>,
+    upstream: &Upstream,
+) -> Result<Option<String>, UpstreamFailure> {
+    let (status, body) = get(peer, upstream, "/version").await?;
+    let told = || serde_json::from_slice::<Version>(&body).ok().map(|answer| answer.version);
+    Ok(status.is_success().then(told).flatten())
 }
 
 async fn get(
     peer: &Arc<Peer>,
     upstream: &Upstream,
     path: &'static str,
-) -> Result<(StatusCode, Bytes), Unwell> {
+) -> Result<(StatusCode, Bytes), UpstreamFailure> {
     let stage = peer.spec.role.stage();
     let leg = Leg {
         stage,
@@ -185,9 +193,9 @@ async fn get(
         headers: own_headers(&RequestId::accept(None)),
         body: Spliced::from(Bytes::new()),
     };
-    let response = upstream.send(leg, Duration::MAX).await.map_err(Unwell::Broken)?;
+    let response = upstream.send(leg, Duration::MAX).await?;
     let status = response.status();
-    let body = upstream.collect(stage, response.into_body(), PROBE_LIMIT).await.map_err(Unwell::Broken)?;
+    let body = upstream.collect(stage, response.into_body(), PROBE_LIMIT).await?;
     Ok((status, body))
 }
 

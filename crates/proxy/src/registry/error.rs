@@ -82,6 +82,12 @@ pub enum FieldProblem {
         /// The most.
         most: u64,
     },
+    /// No count of anything.
+    #[error("must be a whole number from 1 to {most}")]
+    Count {
+        /// The most.
+        most: u32,
+    },
     /// Not a finite number.
     #[error("must be a finite number")]
     NotFinite,

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use kv_connector::fit::EngineTraits;
 use kv_connector::protocol::metadata::NixlAgentMetadata;
 use kv_connector::protocol::params::Generation;
 use parking_lot::Mutex;
@@ -65,6 +66,8 @@ pub struct EngineRecord {
     pub dp_rank: u32,
     /// The version of vLLM that it runs.
     pub vllm_version: Option<String>,
+    /// What its payloads do not tell.
+    pub traits: EngineTraits,
     /// Where it is in its life.
     pub state: EngineState,
     /// Which life at its address (or, without one, of its id) this is; from 1.
@@ -127,6 +130,7 @@ impl EngineRecord {
             && self.model == other.model
             && self.dp_rank == other.dp_rank
             && self.vllm_version == other.vllm_version
+            && self.traits == other.traits
             && self.state == other.state
             && self.generation == other.generation
             && self.ttl == other.ttl
@@ -141,6 +145,7 @@ impl EngineRecord {
             model: self.model.clone(),
             dp_rank: self.dp_rank,
             vllm_version: self.vllm_version.clone(),
+            traits: self.traits.clone(),
             state: self.state,
             generation: self.generation,
             revision: self.revision,
@@ -179,6 +184,9 @@ pub struct AboutEngine {
     pub dp_rank: u32,
     /// The version of vLLM that it runs.
     pub vllm_version: Option<String>,
+    /// What its payloads do not tell; what is not known is left out.
+    #[serde(flatten)]
+    pub traits: EngineTraits,
     /// Where it is in its life.
     pub state: EngineState,
     /// Which life at its address this is.

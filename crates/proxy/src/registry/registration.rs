@@ -5,8 +5,10 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
+use kv_connector::fit::EngineTraits;
 use kv_connector::protocol::handshake::NixlHandshakePayload;
 use kv_connector::protocol::metadata::NixlAgentMetadata;
+use kv_connector::topology::MAX_TRANSFER_SIZE;
 use sha2::{Digest, Sha256};
 
 use super::address::canonical_base_url;
@@ -31,6 +33,8 @@ pub struct Registration {
     pub dp_rank: u32,
     /// The version of vLLM that it runs.
     pub vllm_version: Option<String>,
+    /// What its payloads do not tell.
+    pub traits: EngineTraits,
     /// Where it is in its life.
     pub state: EngineState,
     /// After how long a silence it leaves, in seconds; `None` never.
@@ -90,6 +94,7 @@ impl Registration {
         if let Some(version) = &self.vllm_version {
             check_name("vllm_version", version, limits)?;
         }
+        check_traits(&self.traits, limits)?;
         check_finite("clock", self.clock)?;
         let base_url = self.base_url.as_deref().map(|text| check_url(text, limits)).transpose()?;
         let ttl = self.ttl_seconds.map(|seconds| check_ttl(seconds, limits)).transpose()?;
@@ -175,6 +180,32 @@ fn check_url(text: &str, limits: &RegistryLimits) -> Result<String, RegistryErro
         return Err(invalid(FieldProblem::Length { limit: limits.url_bytes }));
     }
     canonical_base_url(text).ok_or(invalid(FieldProblem::Url))
+}
+
+fn check_traits(traits: &EngineTraits, limits: &RegistryLimits) -> Result<(), RegistryError> {
+    for (field, size) in [
+        ("tp_size", traits.tp_size),
+        ("pp_size", traits.pp_size),
+        ("dcp_size", traits.dcp_size),
+        ("kv_heads", traits.kv_heads),
+    ] {
+        if size.is_some_and(|size| !(1..=MAX_TRANSFER_SIZE).contains(&size)) {
+            let problem = FieldProblem::Count { most: MAX_TRANSFER_SIZE };
+            return Err(RegistryError::Invalid { field, problem });
+        }
+    }
+    if traits.side_channel_port == Some(0) {
+        let problem = FieldProblem::Count { most: u32::from(u16::MAX) };
+        return Err(RegistryError::Invalid { field: "side_channel_port", problem });
+    }
+    for (field, text) in
+        [("nixl_version", &traits.nixl_version), ("side_channel_host", &traits.side_channel_host)]
+    {
+        if let Some(text) = text {
+            check_name(field, text, limits)?;
+        }
+    }
+    Ok(())
 }
 
 fn check_ttl(seconds: f64, limits: &RegistryLimits) -> Result<Duration, RegistryError> {
