@@ -26,7 +26,7 @@ enum Command {
     /// Run the router (the default). Without engines it starts a simulated fleet of its own.
     Serve(ServeArgs),
     /// Run one simulated engine.
-    Engine(engine::EngineArgs),
+    Engine(Box<engine::EngineArgs>),
     /// Make API keys and tokens.
     Key(key::KeyArgs),
 }
@@ -78,7 +78,7 @@ pub fn run(cli: Cli) -> ExitCode {
     let result = match cli.command {
         None => serve::run(cli.serve.into()),
         Some(Command::Serve(args)) => serve::run(args.into()),
-        Some(Command::Engine(args)) => engine::run(args),
+        Some(Command::Engine(args)) => engine::run(*args),
         Some(Command::Key(args)) => key::run(&args),
     };
     match result {

@@ -16,6 +16,8 @@ pub enum Writer {
     /// The router itself, or a client on this host where no credentials are configured.
     #[default]
     Trusted,
+    /// The router, of what an engine that cannot register says of itself: no owner's engine is touched.
+    Observer,
     /// An operator, by the name of the credential.
     Operator(Arc<str>),
     /// An engine.
@@ -33,8 +35,12 @@ impl Writer {
     /// # Errors
     /// It is another's, or of a model that is not the writer's.
     pub(crate) fn may_change(&self, engine: &EngineRecord) -> Result<(), RegistryError> {
-        let Self::Engine { credential, models } = self else { return Ok(()) };
-        if engine.owner.as_ref().is_some_and(|owner| owner != credential) {
+        let (credential, models) = match self {
+            Self::Trusted | Self::Operator(_) => return Ok(()),
+            Self::Observer => (None, &ModelScope::All),
+            Self::Engine { credential, models } => (Some(credential), models),
+        };
+        if engine.owner.is_some() && engine.owner.as_ref() != credential {
             return Err(RegistryError::NotOwner { engine_id: engine.engine_id.clone() });
         }
         match &engine.model {
@@ -59,7 +65,7 @@ impl Writer {
         self.may_change(record)?;
         if record.owner.is_none() {
             record.owner = match self {
-                Self::Trusted => None,
+                Self::Trusted | Self::Observer => None,
                 Self::Operator(credential) | Self::Engine { credential, .. } => Some(Arc::clone(credential)),
             };
         }
@@ -84,7 +90,7 @@ impl Writer {
 
     fn sees(&self, model: Option<&str>, owner: Option<&Arc<str>>) -> bool {
         match self {
-            Self::Trusted | Self::Operator(_) => true,
+            Self::Trusted | Self::Observer | Self::Operator(_) => true,
             Self::Engine { credential, models } => owner == Some(credential) || models.covers(model),
         }
     }
@@ -178,6 +184,7 @@ mod tests {
         registry.register(registration(engine("a"), "e", None)).unwrap();
         registry.register(registration(Writer::Operator("ops".into()), "e", None)).unwrap();
         assert_eq!(owner(&registry, "e").as_deref(), Some("a"));
+        assert_eq!(registry.register(registration(Writer::Observer, "e", None)), Err(not_owner("e")));
         registry.register(registration(Writer::Operator("ops".into()), "f", None)).unwrap();
         assert_eq!(registry.register(registration(engine("a"), "f", None)), Err(not_owner("f")));
     }
@@ -185,7 +192,7 @@ mod tests {
     #[tokio::test]
     async fn what_nobody_owns_is_claimed_by_the_first_credential() {
         let registry = Registry::new(RegistryLimits::default());
-        registry.register(registration(Writer::Trusted, "e", None)).unwrap();
+        registry.register(registration(Writer::Observer, "e", None)).unwrap();
         assert_eq!(owner(&registry, "e"), None);
         registry.register(registration(engine("a"), "e", None)).unwrap();
         assert_eq!(owner(&registry, "e").as_deref(), Some("a"));
