@@ -33,7 +33,7 @@ impl fmt::Display for NotLocal {
         f.write_str(match self {
             Self::Address => "the client is on another host",
             Self::Forwarded => "the request came through a proxy",
-            Self::HostName => "the Host header is neither an address nor localhost",
+            Self::HostName => "the Host header is neither an address nor a name that only this host has",
             Self::CrossSite => "a page of another origin asks",
         })
     }

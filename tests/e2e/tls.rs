@@ -165,7 +165,7 @@ async fn an_engine_whose_certificate_nobody_trusts_gets_no_request() {
     let ca = others.certificate.clone();
     let set = move |config: &mut Config| config.engine_tls.ca = Some(ca.clone());
     let builder = Cluster::builder().behind(front).config(set).unready();
-    let cluster = builder.warns(&["an engine is not usable"]).start().await;
+    let cluster = builder.warns(&["an engine is not usable", "no_decode"]).start().await;
     cluster
         .wait_for("the probes have failed", async || {
             let peers = cluster.get("/admin/peers").await.json();
