@@ -9,6 +9,8 @@ mod error;
 mod extract;
 mod framing;
 mod health;
+mod held;
+mod keep_alive;
 mod openai;
 mod registry;
 mod unread;
@@ -51,6 +53,8 @@ pub struct Limits {
     pub payload_bytes: usize,
     /// How long a client that is sending a body may be silent before it is answered with 408.
     pub body_silence: Duration,
+    /// How often a client that waits for a stream gets a comment; zero for never.
+    pub keep_alive: Duration,
 }
 
 impl Limits {
@@ -140,11 +144,15 @@ pub const ENDPOINTS: &[EndpointDoc] = &[
     EndpointDoc::of_clients(Method::POST, "/v1/chat/completions", || {
         post(|state, request| openai::forward(Endpoint::ChatCompletions, state, request))
     }),
+    EndpointDoc::of_clients(Method::POST, "/v1/responses", || {
+        post(|state, request| openai::forward(Endpoint::Responses, state, request))
+    }),
+    EndpointDoc::of_clients(Method::POST, "/v1/messages", || {
+        post(|state, request| openai::forward(Endpoint::Messages, state, request))
+    }),
     EndpointDoc::of_clients(Method::GET, "/v1/models", || get(openai::models)),
     EndpointDoc::of_clients(Method::GET, "/v1/models/{*model}", || get(openai::model)),
     // One decode engine answers alone.
-    EndpointDoc::passed_through(Method::POST, "/v1/responses"),
-    EndpointDoc::passed_through(Method::POST, "/v1/messages"),
     EndpointDoc::passed_through(Method::POST, "/v1/messages/count_tokens"),
     EndpointDoc::passed_through(Method::POST, "/v1/embeddings"),
     EndpointDoc::passed_through(Method::POST, "/v2/embed"),
@@ -174,6 +182,9 @@ pub const ENDPOINTS: &[EndpointDoc] = &[
     EndpointDoc::guarded(Method::POST, "/admin/peers", || post(admin::add_peer)),
     EndpointDoc::guarded(Method::GET, "/admin/peers/{id}", || get(admin::peer)),
     EndpointDoc::guarded(Method::DELETE, "/admin/peers/{id}", || delete(admin::remove_peer)),
+    EndpointDoc::guarded(Method::POST, "/admin/peers/{id}/drain", || post(admin::drain_peer)),
+    EndpointDoc::guarded(Method::POST, "/admin/peers/{id}/quarantine", || post(admin::quarantine_peer)),
+    EndpointDoc::guarded(Method::POST, "/admin/peers/{id}/resume", || post(admin::resume_peer)),
     EndpointDoc::guarded(Method::GET, "/admin/compatibility", || get(admin::compatibility)),
     EndpointDoc::guarded(Method::GET, "/admin/handoffs", || get(admin::hand_offs)),
     // Health.

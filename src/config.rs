@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use kvbaton_proxy::{
     HandOffPolicy, Limits, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, Settings,
-    SideChannelSettings, Timeouts,
+    SideChannelSettings, Streaming, Timeouts,
 };
 use serde::{Deserialize, Serialize};
 
@@ -76,6 +76,8 @@ pub struct Config {
     pub retry: Retry,
     /// Bounds on memory.
     pub limits: Limits,
+    /// How answers are streamed.
+    pub stream: Streaming,
 }
 
 impl Default for Config {
@@ -104,6 +106,7 @@ impl Default for Config {
             side_channel: SideChannelSettings::default(),
             retry: Retry::default(),
             limits: Limits::default(),
+            stream: Streaming::default(),
         }
     }
 }
@@ -197,6 +200,7 @@ impl Config {
             retry: self.retry.clone(),
             limits: self.limits.clone(),
             engine_tls: kvbaton_proxy::EngineTls::default(),
+            stream: self.stream.clone(),
         }
     }
 
@@ -224,6 +228,7 @@ impl Config {
             ("timeouts.prefill", self.timeouts.prefill),
             ("timeouts.decode_head", self.timeouts.decode_head),
             ("timeouts.idle", self.timeouts.idle),
+            ("timeouts.total", self.timeouts.total),
             ("timeouts.release", self.timeouts.release),
             ("timeouts.client_body", self.timeouts.client_body),
             ("probe.interval", self.probe.interval),
@@ -249,6 +254,9 @@ impl Config {
                 wrong(key, "is longer than a week".into(), "give a duration such as \"30s\"");
             }
         }
+        if self.pairing.quarantine_restarted > LONGEST {
+            wrong("pairing.quarantine_restarted", "is longer than a week".into(), "the default is \"0s\"");
+        }
         if let Err(error) = crate::telemetry::filter(&self.log.level) {
             wrong("log.level", error.to_string(), "error, warn, info, debug or trace");
         }
@@ -267,6 +275,13 @@ impl Config {
         }
         if self.limits.body_bytes == 0 {
             wrong("limits.body_bytes", "must not be zero".into(), "the default is 67108864");
+        }
+        if self.limits.held_bytes < self.limits.body_bytes.max(self.limits.answer_bytes) {
+            let least = "is less than one body or answer may have".into();
+            wrong("limits.held_bytes", least, "at least limits.body_bytes and limits.answer_bytes");
+        }
+        if self.stream.keep_alive > LONGEST {
+            wrong("stream.keep_alive", "is longer than a week".into(), "\"10s\", or \"0s\" for none");
         }
         if self.shutdown.settle > self.shutdown.limit {
             wrong(
@@ -295,6 +310,9 @@ impl Config {
                         }
                         PeerSpecError::Token => "set token, or authorization = \"forward\"",
                         PeerSpecError::SideChannel => "the port is 5600 unless the engine says otherwise",
+                        PeerSpecError::Ranks => {
+                            "dp_size with dp_split = true stands for all ranks of the url"
+                        }
                         PeerSpecError::SideChannelAddress => "such as \"10.0.0.5:5600\"",
                         PeerSpecError::Size => "leave out what is not known",
                         PeerSpecError::Lease => "the engine's own setting, 30s unless it was changed",
@@ -302,7 +320,7 @@ impl Config {
                     };
                     wrong(&key, error.to_string(), hint);
                 }
-                if !seen.insert(peer.url.trim_end_matches('/')) {
+                if !seen.insert((peer.url.trim_end_matches('/'), peer.dp_rank)) {
                     wrong(&key, format!("{} stands twice in the list", peer.url), "remove one of them");
                 }
             }

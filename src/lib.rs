@@ -29,6 +29,9 @@ use secrets::SecretStore;
 pub use secrets::SecretsError;
 pub use tls::{TlsError, TlsFault};
 
+/// How long before the end of the budget what still runs is told to end.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
 /// Why the program cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
@@ -117,16 +120,17 @@ impl App {
                 body_bytes: config.limits.body_bytes,
                 payload_bytes: config.limits.payload_bytes,
                 body_silence: config.timeouts.client_body,
+                keep_alive: config.stream.keep_alive,
             },
         };
         let addrs = listeners.addrs();
-        let servers = listeners.serve(&state, &config.connections, &tasks);
+        let servers = listeners.serve(&state, &config.connections, config.stream.half_close, &tasks);
         tasks.spawn({
             let (secrets, stop) = (Arc::clone(&secrets), stop.clone());
             async move { stop.run_until_cancelled(secrets.follow()).await.unwrap_or(()) }
         });
-        for spec in config.prefill.iter().chain(&config.decode) {
-            proxy.add_peer(spec.clone())?;
+        for spec in config.prefill.iter().chain(&config.decode).flat_map(PeerSpec::ranks) {
+            proxy.add_peer(spec)?;
         }
         let engines = if config.embeds_fleet() {
             fleet::start(&config, addrs.of_engines, &embedded_token).await?
@@ -233,7 +237,18 @@ impl Running {
                 server.finish().await;
             }
         };
-        let finished = tokio::time::timeout_at(deadline, finish).await.is_ok();
+        let finished = {
+            tokio::pin!(finish);
+            // What would be cut off is told so, and has its blocks freed.
+            let last_words = deadline - LAST_WORDS.min(config.shutdown.limit / 4);
+            match tokio::time::timeout_at(last_words, finish.as_mut()).await {
+                Ok(()) => true,
+                Err(_late) => {
+                    proxy.cut();
+                    tokio::time::timeout_at(deadline, finish).await.is_ok()
+                }
+            }
+        };
         stop.cancel();
         // The last handle to the core: with it go the kept connections, whose tasks are waited for.
         drop(proxy);

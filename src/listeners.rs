@@ -101,10 +101,16 @@ impl Listeners {
     }
 
     /// Serves them all, the public one first.
-    pub(crate) fn serve(self, state: &State, bounds: &Connections, tasks: &TaskTracker) -> Vec<Server> {
+    pub(crate) fn serve(
+        self,
+        state: &State,
+        bounds: &Connections,
+        half_close: bool,
+        tasks: &TaskTracker,
+    ) -> Vec<Server> {
         let serve = |bound: Bound| {
             let app = app(state.clone(), bound.mounts);
-            server::serve(bound.listener, app, bound.tls, bounds.clone(), tasks)
+            server::serve(bound.listener, app, bound.tls, bounds.clone(), half_close, tasks)
         };
         self.all().map(serve).collect()
     }

@@ -58,6 +58,7 @@ struct Shared {
     app: Router,
     tls: Option<Arc<ServerTls>>,
     bounds: Connections,
+    half_close: bool,
     open: parking_lot::Mutex<Open>,
 }
 
@@ -115,16 +116,19 @@ impl Drop for Place {
 
 /// Serves `app` on `listener` until [`Server::finish`]. HTTP/1 only: that is what OpenAI's clients and
 /// reverse proxies speak, and it lets a silent connection be told from a slow one.
+///
+/// With `half_close`, a client that has closed its sending side still gets its answer.
 pub(crate) fn serve(
     listener: TcpListener,
     app: Router,
     tls: Option<Arc<ServerTls>>,
     bounds: Connections,
+    half_close: bool,
     tasks: &TaskTracker,
 ) -> Server {
     let (accepting, stopping) = watch::channel(true);
     let connections = TaskTracker::new();
-    let shared = Arc::new(Shared { app, tls, bounds, open: parking_lot::Mutex::default() });
+    let shared = Arc::new(Shared { app, tls, bounds, half_close, open: parking_lot::Mutex::default() });
     let done = tasks.spawn(accept(listener, shared, connections.clone(), stopping));
     Server { accepting, done, connections }
 }
@@ -196,7 +200,7 @@ async fn answer(
     let asked = Arc::new(AtomicBool::new(false));
     let service = service(&shared.app, client, names, Arc::clone(&asked));
     let mut builder = http1::Builder::new();
-    builder.timer(TokioTimer::new()).header_read_timeout(shared.bounds.head);
+    builder.timer(TokioTimer::new()).header_read_timeout(shared.bounds.head).half_close(shared.half_close);
     let serving = builder.serve_connection(TokioIo::new(stream), TowerToHyperService::new(service));
     tokio::pin!(serving);
     let ended = tokio::select! {

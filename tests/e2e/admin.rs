@@ -33,7 +33,9 @@ async fn wait_state(cluster: &Cluster, id: &str, state: &str) -> Value {
 
 #[tokio::test]
 async fn a_fleet_can_be_built_and_taken_down_at_run_time() {
-    let cluster = Cluster::builder().prefill(0).decode(0).warns(&["no_prefill"]).unready().start().await;
+    let by_hand = |config: &mut kvbaton::config::Config| config.pairing.adopt_registered = false;
+    let empty = Cluster::builder().prefill(0).decode(0).config(by_hand);
+    let cluster = empty.warns(&["no_prefill"]).unready().start().await;
     let ready = cluster.get("/readyz").await;
     let nothing = json!({"ready": false, "prefill_ready": 0, "decode_ready": 0, "draining": false});
     assert_eq!((ready.status, ready.json()), (503, nothing));
@@ -253,7 +255,8 @@ async fn other_endpoints_pass_to_a_decode_engine_as_they_are() {
     let decode = FakeEngine::start(vec![Step::Send(answer)]).await;
     let cluster = Cluster::builder().decode(0).peer(Role::Decode, &decode.url()).start().await;
     let body = "{ \"input\" :[1.50] , \"model\":\"sim\"}";
-    for path in ["/v1/embeddings", "/tokenize?a=b%20c&d", "/v1/responses", "/rerank", "/v1/messages"] {
+    for path in ["/v1/embeddings", "/tokenize?a=b%20c&d", "/v1/score", "/rerank", "/v1/messages/count_tokens"]
+    {
         let answer = cluster.post_bytes(path, body, &[("x-request-id", "pass-1")]).await;
         assert_eq!((answer.status, answer.text().as_str()), (207, "\u{0}raw"), "{path}");
         assert_eq!(

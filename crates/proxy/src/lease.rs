@@ -16,9 +16,10 @@ use crate::handoff::HandedOff;
 use crate::ledger::{Granted, HandOffState};
 use crate::metrics::HandOffResult;
 use crate::pool::peer::Peer;
+use crate::registry::EngineRecord;
 use crate::request::{ClientRequest, Endpoint};
 use crate::request_id::RequestId;
-use crate::splice::Spliced;
+use crate::splice::{PromptPart, Spliced};
 use crate::upstream::{Leg, own_headers};
 
 /// How many decode engines a release tries.
@@ -52,6 +53,8 @@ struct Hold {
     decode: Option<Arc<Peer>>,
     granted: Instant,
     lasts: Duration,
+    /// The engine as it was registered when it granted the hand-off.
+    origin: Option<Arc<EngineRecord>>,
 }
 
 impl Lease {
@@ -75,7 +78,9 @@ impl Lease {
             blocks: hand_off.blocks,
             lease: lasts,
         });
+        let origin = core.registry.engine(&hand_off.engine_id);
         let hold = Box::new(Hold {
+            origin,
             core: Arc::clone(core),
             prefill: Arc::clone(prefill),
             key,
@@ -94,6 +99,11 @@ impl Lease {
         self.hold.as_ref().map(|hold| hold.core.hand_off_for(&hold.hand_off, decode))
     }
 
+    /// What the prefill engine said of the prompt.
+    pub(crate) fn part(&self) -> Option<PromptPart> {
+        self.hold.as_ref().map(|hold| hold.hand_off.part.clone())
+    }
+
     /// Since when the prefill engine holds the blocks.
     pub(crate) fn granted(&self) -> Option<Instant> {
         self.hold.as_ref().map(|hold| hold.granted)
@@ -107,12 +117,20 @@ impl Lease {
         })
     }
 
-    /// Whether the engine that holds the blocks has been replaced at its address.
+    /// Whether another engine, or another life of this one, is where the blocks were. An engine that
+    /// is only not registered (any more) may be there all the same.
     pub(crate) fn is_orphaned(&self) -> bool {
         self.hold.as_ref().is_some_and(|hold| {
-            hold.core.pool.learn(&hold.core.registry);
-            let identity = hold.prefill.identity.load();
-            !identity.engine_ids.is_empty() && !identity.engine_ids.contains(&hold.hand_off.engine_id)
+            let registry = &hold.core.registry;
+            match (&hold.origin, registry.engine(&hold.hand_off.engine_id)) {
+                (Some(origin), Some(now)) => now.is_another_life(origin),
+                (Some(origin), None) => registry.is_replaced(origin),
+                (None, Some(_)) => false,
+                (None, None) => {
+                    let former = |url| registry.is_former(&hold.hand_off.engine_id, url);
+                    hold.prefill.address.as_deref().is_some_and(former)
+                }
+            }
         })
     }
 

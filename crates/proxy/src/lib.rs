@@ -1,12 +1,16 @@
 //! kvbaton's core: it decides which pair serves a request, moves the bytes of both legs, and
 //! keeps account of every hand-off. Knows HTTP's types but no web framework.
 
+mod account;
+mod address;
 mod answer;
 mod client;
 mod connection;
 mod disagg;
 mod error;
+mod fleet;
 mod handoff;
+mod held;
 pub mod json;
 mod lease;
 mod ledger;
@@ -14,6 +18,8 @@ mod metrics;
 mod pool;
 mod prefill;
 mod registry;
+mod registry_address;
+mod relay;
 pub mod request;
 mod request_id;
 mod retry;
@@ -32,17 +38,20 @@ use http::{HeaderMap, Method, Response};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+pub use account::Account;
 pub use client::{Client, ModelScope};
 pub use connection::{EngineTls, public_authorities};
-pub use disagg::Exchange;
+pub use disagg::{Exchange, Order};
 pub use error::{Broken, Fault, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
+pub use fleet::{DrainEnd, Drained};
+pub use held::{Held, Share};
 pub use kv_connector::fit::EngineTraits;
 pub use kv_connector::protocol::params::{Generation, TransferMode};
 pub use ledger::{HandOffState, HandOffView};
 pub use metrics::METRICS_CONTENT_TYPE;
 pub use pool::{
-    Authorization, ModelList, PairView, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Readiness,
-    Role, Verdict, is_host,
+    Authorization, ModelList, OperatorState, PairView, PeerFault, PeerPlace, PeerSpec, PeerSpecError,
+    PeerState, PeerView, QuarantineView, Readiness, Restarts, Role, Verdict, is_host,
 };
 pub use registry::{
     AboutEngine, ChangeKind, Changes, ClockReading, Echo, EngineRecord, EngineRole, EngineState,
@@ -50,14 +59,16 @@ pub use registry::{
     RankPayload, RankView, Receipt, Registered, Registration, Registry, RegistryChange, RegistryError,
     RegistryLimits, RegistrySnapshot, Sight, Watched, Watcher, Writer, canonical_base_url,
 };
+pub use registry_address::{NotAnAddress, RegistryAddress};
 pub use request::{BadRequest, Endpoint, InjectedHandOff};
 pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{
-    HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Timeouts, UnknownPairs,
+    AddressCheck, HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Streaming, Timeouts,
+    UnknownPairs,
 };
 pub use side_channel::channels::{SideChannelState, SideChannelView};
 pub use side_channel::settings::{FrontSettings, NotPorts, PortRange, ReadSideChannels, SideChannelSettings};
-pub use stream::{RelayBody, RelayError};
+pub use stream::{EventError, RelayBody, RelayError, error_event};
 
 use ledger::Ledger;
 use metrics::Metrics;
@@ -70,6 +81,7 @@ struct Core {
     settings: Settings,
     pool: Pool,
     upstream: Upstream,
+    held: Held,
     ledger: Ledger,
     registry: Registry,
     retries: retry::Budget,
@@ -77,6 +89,8 @@ struct Core {
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
     stop: CancellationToken,
+    /// What still runs is to end now.
+    cut: CancellationToken,
     draining: AtomicBool,
 }
 
@@ -92,7 +106,9 @@ impl Proxy {
     #[must_use]
     pub fn start(settings: Settings, tasks: TaskTracker, stop: CancellationToken) -> Self {
         let metrics = Metrics::new();
-        let upstream = Upstream::new(&settings.timeouts, settings.engine_tls.clone(), tasks.clone());
+        let held = Held::new(settings.limits.held_bytes);
+        let tls = settings.engine_tls.clone();
+        let upstream = Upstream::new(&settings.timeouts, tls, held.clone(), tasks.clone());
         let core = Arc::new(Core {
             retries: retry::Budget::new(settings.retry.clone()),
             ledger: Ledger::new(Arc::clone(&metrics)),
@@ -101,32 +117,55 @@ impl Proxy {
                 engines: settings.limits.registry_engines,
                 ..RegistryLimits::default()
             }),
-            pool: Pool::default(),
+            pool: Pool::new(settings.pairing.clone()),
             side_channels: SideChannels::default(),
             upstream,
+            held,
             metrics,
             tasks,
             stop,
+            cut: CancellationToken::new(),
             draining: AtomicBool::new(false),
             settings,
         });
         pool::probe::watch(Arc::clone(&core));
+        fleet::follow(Arc::clone(&core));
         side_channel::start(&core);
         core.tasks.spawn(core.registry.clone().expire_until(core.stop.clone()));
         Self { core }
     }
 
-    /// Serves one completion over both legs. Dropping the future or the body frees everything.
+    /// Opens the account of one request; `endpoint` is its name in metrics and must be one of few.
+    #[must_use]
+    pub fn account(&self, request_id: &RequestId, endpoint: &'static str) -> Account {
+        Account::open(Arc::clone(&self.core.metrics), request_id.clone(), endpoint)
+    }
+
+    /// The room for bodies, of requests being read too.
+    #[must_use]
+    pub fn held(&self) -> &Held {
+        &self.core.held
+    }
+
+    /// Reads a request for an endpoint with two legs.
+    ///
+    /// # Errors
+    /// It cannot be served by any engine.
+    pub fn read(&self, endpoint: Endpoint, exchange: &Exchange, body: Bytes) -> Result<Order, ProxyError> {
+        self.core.read(endpoint, exchange, body)
+    }
+
+    /// Serves a request over both legs. Dropping the future or the body frees everything.
     ///
     /// # Errors
     /// Why no answer could be had; nothing has been sent to the client then.
-    pub async fn complete(
-        &self,
-        endpoint: Endpoint,
-        exchange: Exchange,
-        body: Bytes,
-    ) -> Result<Response<RelayBody>, ProxyError> {
-        self.core.complete(endpoint, &exchange, body).await
+    pub async fn serve(&self, order: Order, exchange: Exchange) -> Result<Response<RelayBody>, ProxyError> {
+        self.core.serve(&order, &exchange).await
+    }
+
+    /// Ends what still runs: streams with an error event, other requests with an error.
+    pub fn cut(&self) {
+        self.core.cut.cancel();
     }
 
     /// Forwards a request without a prefill leg to a decode engine.
@@ -179,15 +218,6 @@ impl Proxy {
         Ok(view)
     }
 
-    /// Takes a peer out of the fleet; requests in flight with it go on.
-    #[must_use]
-    pub fn remove_peer(&self, id: &str) -> Option<PeerView> {
-        let peer = self.core.pool.get(id)?;
-        let view = self.core.pool.remove(id)?;
-        self.core.side_channels_forgotten(&peer);
-        Some(view)
-    }
-
     /// The live hand-offs, oldest first.
     #[must_use]
     pub fn hand_offs(&self) -> Vec<HandOffView> {
@@ -199,7 +229,7 @@ impl Proxy {
     #[must_use]
     pub fn pairs(&self) -> Vec<PairView> {
         self.core.pool.learn(&self.core.registry);
-        self.core.pool.pairs(self.core.settings.pairing.unknown)
+        self.core.pool.pairs()
     }
 
     /// Whether new requests can be served.
@@ -207,7 +237,7 @@ impl Proxy {
     pub fn readiness(&self) -> Readiness {
         self.core.pool.learn(&self.core.registry);
         Readiness {
-            pair: self.core.pool.has_pair(self.core.settings.pairing.unknown),
+            pair: self.core.pool.has_pair(),
             prefill_ready: self.core.pool.ready(Stage::Prefill),
             decode_ready: self.core.pool.ready(Stage::Decode),
             draining: self.core.draining.load(Ordering::Relaxed),
@@ -231,6 +261,8 @@ impl Proxy {
     #[must_use]
     pub fn metrics(&self) -> String {
         self.core.ledger.sweep();
+        self.core.metrics.held_bytes(self.core.held.bytes());
+        self.core.count_fleet();
         self.core.metrics.encode()
     }
 }

@@ -11,7 +11,6 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
 use crate::error::{HandOffRefusal, ProxyError, Stage, UpstreamFailure};
-use crate::request::Endpoint;
 use crate::side_channel::channels::SideChannelState;
 
 /// Content type of the metrics page.
@@ -24,6 +23,13 @@ const SECONDS: [f64; 16] =
 struct RequestLabels {
     endpoint: &'static str,
     outcome: &'static str,
+    status: u32,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct DecisionLabels {
+    decision: &'static str,
+    reason: &'static str,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -47,6 +53,12 @@ struct StageLabel {
     stage: &'static str,
 }
 
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PeerLabels {
+    stage: &'static str,
+    condition: &'static str,
+}
+
 /// How a hand-off ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HandOffResult {
@@ -68,7 +80,12 @@ pub(crate) struct Metrics {
     bypass: Family<ReasonLabel, Counter>,
     upstream_failures: Family<FailureLabels, Counter>,
     stream_errors: Counter,
+    streams_cut: Counter,
+    decisions: Family<DecisionLabels, Counter>,
+    held_bytes: Gauge,
     retries: Family<StageLabel, Counter>,
+    peers: Family<PeerLabels, Gauge>,
+    restarts: Family<StageLabel, Gauge>,
     side_channel_looks: Family<ResultLabel, Counter>,
     front_requests: Family<ResultLabel, Counter>,
     prefill_seconds: Histogram,
@@ -87,7 +104,12 @@ impl Metrics {
             bypass: Family::default(),
             upstream_failures: Family::default(),
             stream_errors: Counter::default(),
+            streams_cut: Counter::default(),
+            decisions: Family::default(),
+            held_bytes: Gauge::default(),
             retries: Family::default(),
+            peers: Family::default(),
+            restarts: Family::default(),
             side_channel_looks: Family::default(),
             front_requests: Family::default(),
             prefill_seconds: seconds(),
@@ -95,7 +117,18 @@ impl Metrics {
             hand_over_seconds: seconds(),
             registry: Registry::default(),
         };
-        registry.register("requests", "Requests by endpoint and outcome", metrics.requests.clone());
+        registry.register(
+            "peers",
+            "Peers by stage and condition: open to new requests, unready, closed by their engine, drained, \
+             leaving; those kept from hand-offs also as quarantined",
+            metrics.peers.clone(),
+        );
+        registry.register(
+            "peer_restarts",
+            "Restarts of the present peers' engines that the registry saw",
+            metrics.restarts.clone(),
+        );
+        registry.register("requests", "Requests by endpoint, outcome and status; 499 where the client left before its answer was complete", metrics.requests.clone());
         registry.register(
             "handoffs",
             "Hand-offs by what became of them: relayed to a decode engine, missing from the prefill \
@@ -121,6 +154,21 @@ impl Metrics {
             "stream_errors",
             "Streams that an engine broke off after their head",
             metrics.stream_errors.clone(),
+        );
+        registry.register(
+            "streams_cut",
+            "Streams that the router ended because it was shutting down",
+            metrics.streams_cut.clone(),
+        );
+        registry.register(
+            "pd_decisions",
+            "Requests by whether their prompt went to a prefill engine, and why",
+            metrics.decisions.clone(),
+        );
+        registry.register(
+            "held_bytes",
+            "Bytes of requests and answers that the router holds",
+            metrics.held_bytes.clone(),
         );
         registry.register("retries", "Legs that were tried again on another engine", metrics.retries.clone());
         registry.register(
@@ -165,8 +213,25 @@ impl Metrics {
         text
     }
 
-    pub(crate) fn request_ended(&self, endpoint: Endpoint, outcome: Outcome) {
-        let labels = RequestLabels { endpoint: endpoint.label(), outcome: outcome.label() };
+    /// Takes the fleet in as it is now: (stage, condition) of every peer, and restarts by stage.
+    pub(crate) fn fleet(
+        &self,
+        conditions: impl Iterator<Item = (Stage, &'static str)>,
+        restarts: impl Iterator<Item = (Stage, u64)>,
+    ) {
+        self.peers.clear();
+        for (stage, condition) in conditions {
+            self.peers.get_or_create(&PeerLabels { stage: stage.label(), condition }).inc();
+        }
+        self.restarts.clear();
+        for (stage, count) in restarts {
+            let count = i64::try_from(count).unwrap_or(i64::MAX);
+            self.restarts.get_or_create(&StageLabel { stage: stage.label() }).inc_by(count);
+        }
+    }
+
+    pub(crate) fn request_ended(&self, endpoint: &'static str, status: u16, outcome: Outcome) {
+        let labels = RequestLabels { endpoint, outcome: outcome.label(), status: u32::from(status) };
         self.requests.get_or_create(&labels).inc();
     }
 
@@ -187,8 +252,19 @@ impl Metrics {
         self.hand_offs_live.set(i64::try_from(count).unwrap_or(i64::MAX));
     }
 
+    /// The decode engine computes the prompt itself.
     pub(crate) fn bypassed(&self, reason: &'static str) {
         self.bypass.get_or_create(&ReasonLabel { reason }).inc();
+        self.decided("decode_only", reason);
+    }
+
+    /// Whose work the prompt is, and why.
+    pub(crate) fn decided(&self, decision: &'static str, reason: &'static str) {
+        self.decisions.get_or_create(&DecisionLabels { decision, reason }).inc();
+    }
+
+    pub(crate) fn held_bytes(&self, bytes: usize) {
+        self.held_bytes.set(i64::try_from(bytes).unwrap_or(i64::MAX));
     }
 
     pub(crate) fn upstream_failed(&self, failure: UpstreamFailure) {
@@ -198,6 +274,10 @@ impl Metrics {
 
     pub(crate) fn stream_broken(&self) {
         self.stream_errors.inc();
+    }
+
+    pub(crate) fn stream_cut(&self) {
+        self.streams_cut.inc();
     }
 
     pub(crate) fn retried(&self, stage: Stage) {
@@ -235,6 +315,7 @@ impl Metrics {
 
 /// How a client's request ended, seen from the router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
 pub(crate) enum Outcome {
     Served,
     /// An engine's 4xx was relayed, or the router refused the body.
@@ -243,6 +324,8 @@ pub(crate) enum Outcome {
     NoPeer,
     /// The client left before its answer was complete.
     Abandoned,
+    /// The router was shutting down, or had no room.
+    Cut,
 }
 
 impl Outcome {
@@ -253,13 +336,28 @@ impl Outcome {
             Self::EngineError => "engine_error",
             Self::NoPeer => "no_peer",
             Self::Abandoned => "abandoned",
+            Self::Cut => "cut",
         }
+    }
+
+    pub(crate) const fn of_code(code: u8) -> Self {
+        const ALL: [Outcome; 6] = [
+            Outcome::Served,
+            Outcome::ClientError,
+            Outcome::EngineError,
+            Outcome::NoPeer,
+            Outcome::Abandoned,
+            Outcome::Cut,
+        ];
+        if (code as usize) < ALL.len() { ALL[code as usize] } else { Self::Abandoned }
     }
 
     pub(crate) const fn of_error(error: &ProxyError) -> Self {
         match error {
             ProxyError::BadRequest(_) | ProxyError::ModelDenied { .. } => Self::ClientError,
             ProxyError::NoPeer(_) | ProxyError::NoCompatiblePair => Self::NoPeer,
+            ProxyError::ShuttingDown => Self::Cut,
+            ProxyError::Upstream(failure) if !failure.broken.blames_the_engine() => Self::Cut,
             ProxyError::Upstream(_) | ProxyError::PrefillFailed(_) | ProxyError::HandOff(_) => {
                 Self::EngineError
             }

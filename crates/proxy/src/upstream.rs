@@ -3,7 +3,7 @@
 
 use std::error::Error as _;
 use std::future::Future;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -21,6 +21,7 @@ use uuid::Uuid;
 
 use crate::connection::{Counting, EngineTls, Uses};
 use crate::error::{Broken, Progress, Stage, UpstreamFailure};
+use crate::held::Held;
 use crate::pool::peer::Peer;
 use crate::request_id::{RequestId, X_REQUEST_ID};
 use crate::settings::Timeouts;
@@ -40,10 +41,13 @@ const HOP_BY_HOP: [HeaderName; 10] = [
     header::UPGRADE,
 ];
 
+/// Which of the engines behind an address shall serve a request: each leg's own matter.
+pub(crate) const X_DATA_PARALLEL_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
+
 /// Request headers that are made anew for each leg. Compression is not asked of engines, because
 /// their JSON answers are read.
-const REMADE: [HeaderName; 4] =
-    [header::HOST, header::CONTENT_LENGTH, header::EXPECT, header::ACCEPT_ENCODING];
+const REMADE: [HeaderName; 5] =
+    [header::HOST, header::CONTENT_LENGTH, header::EXPECT, header::ACCEPT_ENCODING, X_DATA_PARALLEL_RANK];
 
 /// Request headers that would make an engine answer for other origins, which is the router's to decide.
 const CROSS_ORIGIN: [HeaderName; 3] =
@@ -63,6 +67,7 @@ pub(crate) struct Upstream {
     idle: Duration,
     /// Says in `Via` that a request went through this very router.
     mark: HeaderValue,
+    held: Held,
 }
 
 /// One request to one engine.
@@ -79,6 +84,8 @@ pub(crate) struct Leg<'a> {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Route {
     pub(crate) same_host: bool,
+    /// The other end of the connection.
+    pub(crate) remote: Option<IpAddr>,
 }
 
 /// Runs the client's connections as tracked tasks.
@@ -95,7 +102,7 @@ where
 }
 
 impl Upstream {
-    pub(crate) fn new(timeouts: &Timeouts, tls: EngineTls, tasks: TaskTracker) -> Self {
+    pub(crate) fn new(timeouts: &Timeouts, tls: EngineTls, held: Held, tasks: TaskTracker) -> Self {
         let mut connector = HttpConnector::new();
         connector.set_nodelay(true);
         connector.set_connect_timeout(Some(timeouts.connect));
@@ -108,7 +115,7 @@ impl Upstream {
             .build(connector);
         let mark = HeaderValue::try_from(format!("1.1 kvbaton-{}", Uuid::new_v4().simple()));
         let mark = mark.unwrap_or_else(|_| HeaderValue::from_static("1.1 kvbaton"));
-        Self { client, idle: timeouts.idle, mark }
+        Self { client, idle: timeouts.idle, held, mark }
     }
 
     /// Whether a request went through this router before.
@@ -137,6 +144,7 @@ impl Upstream {
         *request.uri_mut() = uri;
         *request.headers_mut() = leg.headers;
         leg.peer.authorize(request.headers_mut());
+        leg.peer.place(request.headers_mut());
         request.headers_mut().append(header::VIA, self.mark.clone());
         let sent = Instant::now();
         match timeout(head, self.client.request(request)).await {
@@ -176,15 +184,19 @@ impl Upstream {
         if announced > limit {
             return Err(failure(Broken::TooLarge));
         }
+        let share = self.held.share();
         let mut first = Bytes::new();
         let mut whole = BytesMut::new();
         loop {
-            let frame = timeout(self.idle, body.frame()).await.map_err(|_| failure(Broken::Timeout))?;
+            let frame = timeout(self.idle, body.frame()).await.map_err(|_| failure(Broken::Idle))?;
             let Some(frame) = frame else { break };
             let frame = frame.map_err(|error| failure(body_broken(&error)))?;
             let Ok(data) = frame.into_data() else { continue };
             if first.len() + whole.len() + data.len() > limit {
                 return Err(failure(Broken::TooLarge));
+            }
+            if !share.grow(data.len()) {
+                return Err(failure(Broken::NoRoom));
             }
             if first.is_empty() && whole.is_empty() {
                 first = data;
@@ -196,7 +208,7 @@ impl Upstream {
             }
             whole.extend_from_slice(&data);
         }
-        Ok(if whole.is_empty() { first } else { whole.freeze() })
+        Ok(share.bind(if whole.is_empty() { first } else { whole.freeze() }))
     }
 
     pub(crate) const fn idle(&self) -> Duration {
@@ -234,11 +246,11 @@ fn classify(stage: Stage, error: &hyper_util::client::legacy::Error) -> Upstream
 
 /// Whether an engine runs on this host, by the two ends of the connection that its answer came on.
 pub(crate) fn route<B>(response: &Response<B>) -> Route {
-    let same_host = response
-        .extensions()
-        .get::<HttpInfo>()
-        .is_some_and(|info| is_same_host(info.remote_addr(), info.local_addr()));
-    Route { same_host }
+    let info = response.extensions().get::<HttpInfo>();
+    Route {
+        same_host: info.is_some_and(|info| is_same_host(info.remote_addr(), info.local_addr())),
+        remote: info.map(|info| info.remote_addr().ip().to_canonical()),
+    }
 }
 
 fn is_same_host(remote: SocketAddr, local: SocketAddr) -> bool {

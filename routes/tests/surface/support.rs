@@ -54,8 +54,12 @@ impl Surface {
     fn build(access: &Access, mounts: Mounts, origins: &[&str]) -> Self {
         let stop = CancellationToken::new();
         let proxy = Proxy::start(Settings::default(), TaskTracker::new(), stop.clone());
-        let limits =
-            Limits { body_bytes: BODY_BYTES, payload_bytes: 16 * 1024, body_silence: Duration::from_secs(5) };
+        let limits = Limits {
+            body_bytes: BODY_BYTES,
+            payload_bytes: 16 * 1024,
+            body_silence: Duration::from_secs(5),
+            keep_alive: Duration::ZERO,
+        };
         let origins: Vec<String> = origins.iter().map(|origin| (*origin).to_owned()).collect();
         let cors = Cors { origins: Origins::new(&origins).unwrap(), max_age: Duration::from_secs(60) };
         let state = State { proxy: proxy.clone(), access: access.clone(), cors, limits };

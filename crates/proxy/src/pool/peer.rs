@@ -15,8 +15,12 @@ use serde_json::value::RawValue;
 use tokio::time::Instant;
 
 use super::pairing::Identity;
+use super::standing::{Restarts, Standing};
 use crate::error::Stage;
+use crate::registry::{EngineState, canonical_base_url};
+use crate::request::Endpoint;
 use crate::side_channel::channels::{ChannelAddress, Channels, SideChannelView};
+use crate::upstream::X_DATA_PARALLEL_RANK;
 
 /// Most engine ids that are remembered of one peer: its data-parallel ranks, and some restarts.
 const MAX_ENGINE_IDS: usize = 256;
@@ -27,8 +31,11 @@ const MAX_LEASE: Duration = Duration::from_secs(7 * 24 * 3600);
 /// Most engines that are remembered as met; far more than a fleet has at a time.
 const MAX_MET: usize = 4096;
 
+/// Most data-parallel ranks of one address.
+const MAX_RANKS: u32 = 1024;
+
 /// What a peer does in the fleet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
     /// Computes prompts and holds their KV blocks until they are read.
@@ -102,6 +109,15 @@ pub struct PeerSpec {
     /// How long this prefill engine keeps an unread hand-off, as configured there.
     #[serde(default, with = "humantime_serde::option", skip_serializing_if = "Option::is_none")]
     pub lease: Option<Duration>,
+    /// Which data-parallel rank behind the URL this is; each rank is a peer of its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dp_rank: Option<u32>,
+    /// Each of the `dp_size` ranks behind the URL is a peer of its own; for entries of the settings.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub dp_split: bool,
+    /// The endpoints on which the engine takes hand-offs; by its version when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hand_offs: Option<Vec<Endpoint>>,
     /// What becomes of the client's `Authorization`.
     #[serde(default)]
     pub authorization: Authorization,
@@ -127,9 +143,25 @@ impl PeerSpec {
             dp_size: None,
             front: None,
             lease: None,
+            dp_rank: None,
+            dp_split: false,
+            hand_offs: None,
             authorization: Authorization::Forward,
             token: None,
         }
+    }
+
+    /// The peers that an entry of the settings stands for: one, or one for each rank.
+    #[must_use]
+    pub fn ranks(&self) -> Vec<Self> {
+        let (true, Some(size)) = (self.dp_split, self.dp_size) else { return vec![self.clone()] };
+        let of_rank = |rank: u32| Self {
+            dp_rank: Some(rank),
+            dp_split: false,
+            name: self.name.as_ref().map(|name| format!("{name}-{rank}")),
+            ..self.clone()
+        };
+        (0..size).map(of_rank).collect()
     }
 
     /// Whether a peer can be made of this.
@@ -180,8 +212,11 @@ pub enum PeerSpecError {
     /// `lease` is out of range.
     #[error("lease must be more than 0 and at most 7 days")]
     Lease,
-    /// Another peer has this name or this role and URL.
-    #[error("a peer with the same name or the same role and url exists: {id}")]
+    /// The data-parallel rank is not one of so many, or there is nothing to split.
+    #[error("dp_rank must be below dp_size and below {MAX_RANKS}; dp_split needs dp_size and no dp_rank")]
+    Ranks,
+    /// Another peer has this name or this role, URL and rank.
+    #[error("a peer with the same name or the same role, url and dp_rank exists: {id}")]
     Exists {
         /// The id of the other peer.
         id: String,
@@ -206,6 +241,8 @@ pub(crate) struct Observed {
     pub(crate) generation: Option<Generation>,
     pub(crate) version: Option<String>,
     pub(crate) models: Arc<[ServedModel]>,
+    /// How often the ids in it have changed.
+    pub(crate) models_changed: u64,
     pub(crate) engine_ids: BTreeSet<String>,
     pub(crate) last_error: Option<PeerFault>,
 }
@@ -255,7 +292,10 @@ pub(crate) struct Peer {
     authority: Authority,
     prefix: String,
     replaced_authorization: Option<HeaderValue>,
+    /// Its URL in canonical spelling.
+    pub(crate) address: Option<String>,
     in_flight: AtomicUsize,
+    pub(crate) standing: Standing,
     probed: Mutex<Option<Instant>>,
     /// Prefill engines that this decode engine has read from; emptied when it may have restarted.
     met: RwLock<HashSet<String>>,
@@ -301,17 +341,24 @@ impl Peer {
         if spec.lease.is_some_and(|lease| lease.is_zero() || lease > MAX_LEASE) {
             return Err(PeerSpecError::Lease);
         }
+        let size = spec.dp_size.unwrap_or(MAX_RANKS);
+        let unsplittable = spec.dp_split && (spec.dp_size.is_none() || spec.dp_rank.is_some());
+        if unsplittable || spec.dp_rank.is_some_and(|rank| rank >= size) {
+            return Err(PeerSpecError::Ranks);
+        }
         let prefix = uri.path().trim_end_matches('/').to_owned();
         let observed = Observed { generation: spec.generation, ..Observed::default() };
         let channels = Channels::of(&spec);
         Ok(Self {
             id,
+            address: canonical_base_url(&spec.url),
             spec,
             scheme,
             authority,
             prefix,
             replaced_authorization,
             in_flight: AtomicUsize::new(0),
+            standing: Standing::default(),
             probed: Mutex::default(),
             met: RwLock::default(),
             observed: RwLock::new(observed),
@@ -359,6 +406,23 @@ impl Peer {
         }
     }
 
+    /// Names the rank that shall serve the request, if this peer is one of several.
+    pub(crate) fn place(&self, headers: &mut HeaderMap) {
+        if let Some(rank) = self.spec.dp_rank {
+            headers.insert(X_DATA_PARALLEL_RANK, HeaderValue::from(rank));
+        }
+    }
+
+    /// Whether it takes hand-offs on an endpoint. Version 2 and what came before the current generation
+    /// read `kv_transfer_params` in OpenAI's older two dialects only.
+    pub(crate) fn hands_off_on(&self, endpoint: Endpoint) -> bool {
+        match (&self.spec.hand_offs, endpoint) {
+            (Some(endpoints), _) => endpoints.contains(&endpoint),
+            (None, Endpoint::Completions | Endpoint::ChatCompletions) => true,
+            (None, Endpoint::Responses | Endpoint::Messages) => self.generation() == Some(Generation::V14),
+        }
+    }
+
     /// Remembers when it was probed last.
     pub(crate) fn probed_at(&self, now: Instant) {
         *self.probed.lock() = Some(now);
@@ -373,9 +437,14 @@ impl Peer {
         self.observed.read().state == PeerState::Ready
     }
 
+    /// Whether it answers and may have new requests.
+    pub(crate) fn is_open(&self) -> bool {
+        self.standing.is_open() && self.is_ready()
+    }
+
     /// The connector generation: the operator's word, else the registry's, else by its version.
     pub(crate) fn generation(&self) -> Option<Generation> {
-        self.spec.generation.or(self.identity.load().generation).or(self.observed.read().generation)
+        self.spec.generation.or(self.identity.load().generation()).or(self.observed.read().generation)
     }
 
     pub(crate) fn serves(&self, model: &str) -> bool {
@@ -383,7 +452,7 @@ impl Peer {
     }
 
     pub(crate) fn in_flight(&self) -> usize {
-        self.in_flight.load(Ordering::Relaxed)
+        self.in_flight.load(Ordering::SeqCst)
     }
 
     /// Remembers the engine id that a hand-off of this peer named; whether it is a new one.
@@ -433,25 +502,33 @@ impl Peer {
 
     /// Counts one exchange until the guard is dropped.
     pub(crate) fn enter(self: &Arc<Self>) -> InFlight {
-        self.in_flight.fetch_add(1, Ordering::Relaxed);
+        self.in_flight.fetch_add(1, Ordering::SeqCst);
         InFlight { peer: Arc::clone(self) }
     }
 
     pub(crate) fn view(&self) -> PeerView {
         let generation = self.generation();
         let observed = self.observed.read();
-        let mut engine_ids = self.identity.load().engine_ids.clone();
+        let mut engine_ids = self.identity.load().engine_ids();
         engine_ids.extend(observed.engine_ids.iter().cloned());
         PeerView {
             id: self.id.clone(),
             role: self.spec.role,
             url: self.spec.url.clone(),
+            dp_rank: self.spec.dp_rank,
             state: observed.state,
             generation,
             version: observed.version.clone(),
             models: observed.models.iter().map(|served| served.id.clone()).collect(),
             engine_ids: engine_ids.into_iter().collect(),
             in_flight: self.in_flight(),
+            accepts: self.is_open(),
+            adopted: self.standing.is_adopted(),
+            leaving: self.standing.is_leaving(),
+            drained: self.standing.is_drained(),
+            quarantined: self.standing.is_quarantined(),
+            engine_state: self.identity.load().state(),
+            restarted: self.standing.restarts(),
             authorization: self.spec.authorization,
             last_error: observed.last_error.clone(),
             side_channels: self.channels.views(),
@@ -467,7 +544,8 @@ pub(crate) struct InFlight {
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        self.peer.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.peer.in_flight.fetch_sub(1, Ordering::SeqCst);
+        self.peer.standing.moved.notify_waiters();
     }
 }
 
@@ -480,6 +558,9 @@ pub struct PeerView {
     pub role: Role,
     /// Its base URL.
     pub url: String,
+    /// Its data-parallel rank, if it is one of several behind its URL.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dp_rank: Option<u32>,
     /// Whether it takes requests.
     pub state: PeerState,
     /// Connector generation, once known.
@@ -492,6 +573,20 @@ pub struct PeerView {
     pub engine_ids: Vec<String>,
     /// Exchanges in flight.
     pub in_flight: usize,
+    /// Whether it gets new requests.
+    pub accepts: bool,
+    /// Whether it came by its engines' registration.
+    pub adopted: bool,
+    /// Whether its engines are gone and it goes when what it has has ended.
+    pub leaving: bool,
+    /// Whether an operator keeps new requests from it.
+    pub drained: bool,
+    /// Whether an operator keeps it from hand-offs.
+    pub quarantined: bool,
+    /// The state of its registered engines, that of the one furthest from serving.
+    pub engine_state: Option<EngineState>,
+    /// How often its engines restarted, if they did.
+    pub restarted: Option<Restarts>,
     /// What becomes of the client's `Authorization`.
     pub authorization: Authorization,
     /// The last failure, if there was one.

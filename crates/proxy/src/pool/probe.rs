@@ -38,6 +38,7 @@ pub(crate) fn watch(core: Arc<Core>) {
                 now = pause.tick() => now,
             };
             core.ledger.sweep();
+            core.pool.end_quarantines(now);
             for peer in core.pool.all() {
                 if !peer.is_ready() || peer.is_due(now, interval) {
                     probe_soon(&core, peer);
@@ -55,22 +56,30 @@ pub(crate) fn probe_soon(core: &Arc<Core>, peer: Arc<Peer>) {
     tasks.spawn(async move {
         tokio::select! {
             () = core.stop.cancelled() => {}
-            () = probe(&peer, &core.upstream, &core.settings.probe) => {}
+            shows_news = probe(&peer, &core.upstream, &core.settings.probe) => {
+                if shows_news {
+                    core.pool.relearn();
+                }
+            }
         }
     });
 }
 
-/// Probes one peer once and records what was seen.
-async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) {
+/// Probes one peer once and records what was seen; whether it shows itself as another one.
+async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) -> bool {
     let looked = tokio::time::timeout(settings.timeout, look(peer, upstream)).await;
     let outcome = looked.unwrap_or(Err(Unwell::Silent));
     let unwell = outcome.as_ref().err().map(|unwell| (unwell.to_string(), unwell.is_refusal()));
     let mut observed = peer.observed.write();
     let before = observed.state;
+    let shown = (observed.models_changed, observed.generation);
     match outcome {
         Ok(seen) => {
             observed.state = PeerState::Ready;
             observed.silent = 0;
+            if !observed.models.iter().map(|model| &model.id).eq(seen.models.iter().map(|model| &model.id)) {
+                observed.models_changed += 1;
+            }
             observed.models = seen.models;
             if let Some(version) = seen.version {
                 observed.generation = peer.spec.generation.or_else(|| generation_of(&version));
@@ -91,6 +100,7 @@ async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) {
         }
     }
     let (now, in_a_row) = (observed.state, observed.silent);
+    let shows_news = shown != (observed.models_changed, observed.generation);
     drop(observed);
     if before != now {
         peer.forget_met();
@@ -100,7 +110,7 @@ async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) {
         if before != now {
             tracing::info!(peer = %peer.id, role, %url, "an engine is ready");
         }
-        return;
+        return shows_news;
     };
     // An engine that was never ready may be starting: that is said once, when it has had its time.
     let starting = before != PeerState::Ready && !refused;
@@ -108,6 +118,7 @@ async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) {
     if news && now == PeerState::Unreachable {
         tracing::warn!(peer = %peer.id, role, %url, reason, "an engine is not usable by its probes");
     }
+    shows_news
 }
 
 struct Seen {

@@ -234,6 +234,10 @@ fn register(
         writer: Writer::Observer,
     })?;
     core.side_channels.registered(engine_id, receipt.revision);
+    // It may have been taken out of the fleet in the meantime.
+    if !core.pool.get(&peer.id).is_some_and(|now| std::ptr::eq(Arc::as_ptr(&now), peer)) {
+        core.side_channels.withdraw(engine_id, &core.registry);
+    }
     Ok(())
 }
 
