@@ -64,12 +64,20 @@ pub(crate) enum RouteError {
     UnknownRank { engine_id: String, pp_rank: u32, tp_rank: u32 },
     #[error("the engine `{engine_id}` is still registering")]
     EngineNotReady { engine_id: String },
-    #[error("only clients on this host may use this endpoint unless an admin token is set: {0}")]
+    #[error("only clients on this host may use this endpoint unless a credential for it is configured: {0}")]
     NotLocal(NotLocal),
-    #[error("this endpoint needs the admin token as `Authorization: Bearer <token>`")]
+    #[error("this endpoint needs a token as `Authorization: Bearer <token>`")]
     TokenMissing,
-    #[error("the admin token is wrong")]
+    #[error("the token is wrong, or not good for this endpoint")]
     TokenWrong,
+    #[error("you did not provide an API key; send it as `Authorization: Bearer <key>`")]
+    KeyMissing,
+    #[error("incorrect API key provided")]
+    KeyWrong,
+    #[error("the request went through this router before: an engine's address leads back to it")]
+    Loop,
+    #[error("the request's length or host is ambiguous")]
+    Ambiguous,
     #[error(transparent)]
     Proxy(#[from] ProxyError),
     #[error(transparent)]
@@ -237,6 +245,11 @@ impl RouteError {
                 Face::new(StatusCode::UNAUTHORIZED, Class::Authentication, "token_required")
             }
             Self::TokenWrong => Face::new(StatusCode::UNAUTHORIZED, Class::Authentication, "token_wrong"),
+            Self::KeyMissing | Self::KeyWrong => {
+                Face::new(StatusCode::UNAUTHORIZED, Class::InvalidRequest, "invalid_api_key")
+            }
+            Self::Loop => Face::new(StatusCode::LOOP_DETECTED, Class::Upstream, "loop_detected"),
+            Self::Ambiguous => Face::invalid("ambiguous_request"),
             Self::Proxy(error) => proxy_face(error),
             Self::Registry(error) => registry_face(error),
             Self::PeerSpec(error) => peer_spec_face(error),
@@ -252,6 +265,7 @@ fn no_room() -> Face {
 fn proxy_face(error: &ProxyError) -> Face {
     match error {
         ProxyError::BadRequest(bad) => bad_request_face(bad),
+        ProxyError::ModelDenied { .. } => Face::absent("model_not_found").param("model"),
         ProxyError::NoPeer(stage) => {
             let code = match stage {
                 Stage::Prefill => "no_prefill",
@@ -317,6 +331,12 @@ fn registry_face(error: &RegistryError) -> Face {
             Face::new(StatusCode::PAYLOAD_TOO_LARGE, Class::InvalidRequest, "body_too_large")
         }
         RegistryError::Invalid { field, .. } => Face::invalid("invalid_registration").param(*field),
+        RegistryError::NotOwner { .. } => {
+            Face::new(StatusCode::FORBIDDEN, Class::Permission, "not_owner").param("engine_id")
+        }
+        RegistryError::ModelNotAllowed { .. } => {
+            Face::new(StatusCode::FORBIDDEN, Class::Permission, "model_not_allowed").param("model")
+        }
         RegistryError::UnknownEngine { .. } => Face::absent("unknown_engine").param("engine_id"),
         RegistryError::TooManyWatchers { .. } => {
             Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, "too_many_watchers").retry()
@@ -378,7 +398,8 @@ impl IntoResponse for RouteError {
     fn into_response(self) -> Response {
         let face = self.face();
         let status = face.status;
-        if status.is_server_error() {
+        // A loop is told once, by the probes of the peer that leads back here.
+        if status.is_server_error() && !matches!(self, Self::Loop) {
             tracing::warn!(status = status.as_u16(), code = face.code, error = %self, "request failed");
         } else {
             tracing::debug!(status = status.as_u16(), code = face.code, "request refused");
@@ -486,6 +507,8 @@ mod tests {
             (RouteError::NotLocal(NotLocal::Address), 403, "not_local"),
             (RouteError::TokenMissing, 401, "token_required"),
             (RouteError::TokenWrong, 401, "token_wrong"),
+            (RegistryError::NotOwner { engine_id: text() }.into(), 403, "not_owner"),
+            (RegistryError::ModelNotAllowed { model: text() }.into(), 403, "model_not_allowed"),
         ]
     }
 
@@ -503,6 +526,11 @@ mod tests {
             (RouteError::Msgpack { path: None, what: String::new() }, 400, "invalid_msgpack"),
             (RouteError::Query { what: String::new() }, 400, "invalid_query"),
             (RouteError::PathNotUtf8, 400, "invalid_path"),
+            (RouteError::KeyMissing, 401, "invalid_api_key"),
+            (RouteError::KeyWrong, 401, "invalid_api_key"),
+            (RouteError::Loop, 508, "loop_detected"),
+            (RouteError::Ambiguous, 400, "ambiguous_request"),
+            (ProxyError::ModelDenied { model: "m".into() }.into(), 404, "model_not_found"),
             (RouteError::UnknownModel { id: String::new() }, 404, "model_not_found"),
             (RouteError::Unexpected, 500, "internal_error"),
         ]

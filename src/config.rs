@@ -3,6 +3,7 @@
 
 mod faults;
 mod layers;
+mod security;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
@@ -15,6 +16,11 @@ use serde::{Deserialize, Serialize};
 
 pub use faults::{ConfigFault, ConfigFaults, Source};
 pub use layers::{Flags, load};
+pub(crate) use security::check_key;
+pub use security::{
+    Admin, ClientAuth, Connections, Cors, Credential, CredentialRole, EngineTls, Key, Registry, Secrets, Tls,
+    secret_files,
+};
 
 /// Longest duration of any setting; also keeps deadlines within what clocks can hold.
 const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
@@ -31,8 +37,27 @@ pub struct Config {
     pub decode: Vec<PeerSpec>,
     /// The simulated fleet that the program can start by itself.
     pub fleet: Fleet,
+    /// TLS of that listener.
+    pub tls: Tls,
     /// The operators' endpoints.
     pub admin: Admin,
+    /// The engines' endpoints.
+    pub registry: Registry,
+    /// Operators and engines, beyond the tokens of `admin` and `registry`.
+    pub credentials: Vec<Credential>,
+    /// Clients; without any, whoever reaches the public listener is one.
+    pub keys: Vec<Key>,
+    /// A TOML file with more `[[keys]]`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub keys_file: Option<std::path::PathBuf>,
+    /// Pages of other origins.
+    pub cors: Cors,
+    /// Bounds on clients' connections.
+    pub connections: Connections,
+    /// TLS to engines.
+    pub engine_tls: EngineTls,
+    /// Files with secrets.
+    pub secrets: Secrets,
     /// Log output.
     pub log: Log,
     /// Leaving in order.
@@ -64,7 +89,16 @@ impl Default for Config {
             prefill: Vec::new(),
             decode: Vec::new(),
             fleet: Fleet::default(),
+            tls: Tls::default(),
             admin: Admin::default(),
+            registry: Registry::default(),
+            credentials: Vec::new(),
+            keys: Vec::new(),
+            keys_file: None,
+            cors: Cors::default(),
+            connections: Connections::default(),
+            engine_tls: EngineTls::default(),
+            secrets: Secrets::default(),
             log: Log::default(),
             shutdown: Shutdown::default(),
             timeouts: Timeouts::default(),
@@ -110,15 +144,6 @@ pub enum Embedded {
     Always,
     /// Never; engines come through the settings or `/admin/peers`.
     Never,
-}
-
-/// Who may use the operators' endpoints and the registry.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Admin {
-    /// With a token, whoever presents it; without one, clients on this host.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub token: Option<String>,
 }
 
 /// Log output.
@@ -177,6 +202,7 @@ impl Config {
             side_channel: self.side_channel.clone(),
             retry: self.retry.clone(),
             limits: self.limits.clone(),
+            engine_tls: kvbaton_proxy::EngineTls::default(),
             stream: self.stream.clone(),
             nixl: self.nixl.clone(),
         }
@@ -271,9 +297,7 @@ impl Config {
                 "settling is part of the whole budget",
             );
         }
-        if let Some(Err(error)) = self.admin.token.as_deref().map(kvbaton_routes::AdminToken::new) {
-            wrong("admin.token", error.to_string(), "leave it out to allow only clients on this host");
-        }
+        security::check(self, &mut wrong);
         if self.embeds_fleet() && (self.fleet.prefill == 0 || self.fleet.decode == 0) {
             wrong("fleet", "needs at least one engine of each role".into(), "set both counts to 1 or more");
         }
@@ -330,7 +354,7 @@ mod tests {
         config.timeouts.connect = Duration::ZERO;
         config.admin.token = Some(" ".into());
         config.prefill =
-            vec![PeerSpec::new(Role::Prefill, "https://x"), PeerSpec::new(Role::Decode, "http://y")];
+            vec![PeerSpec::new(Role::Prefill, "ftp://x"), PeerSpec::new(Role::Decode, "http://y")];
         let faults = config.validate().unwrap_err();
         let keys: Vec<&str> = faults.0.iter().map(|fault| fault.key.as_str()).collect();
         assert_eq!(keys, ["timeouts.connect", "admin.token", "prefill[0]", "prefill[1]"]);

@@ -4,6 +4,7 @@
 mod account;
 mod address;
 mod answer;
+mod client;
 mod connection;
 mod disagg;
 mod error;
@@ -34,11 +35,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use http::uri::PathAndQuery;
-use http::{Method, Response};
+use http::{HeaderMap, Method, Response};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 pub use account::Account;
+pub use client::{Client, ModelScope};
+pub use connection::{EngineTls, public_authorities};
 pub use disagg::{Exchange, Order};
 pub use error::{Broken, Fault, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
 pub use fleet::{DrainEnd, Drained};
@@ -55,7 +58,7 @@ pub use registry::{
     AboutEngine, ChangeKind, Changes, ClockReading, Echo, EngineRecord, EngineRole, EngineState,
     EngineSummary, EngineView, FieldProblem, Found, Heartbeat, Missing, PayloadPart, Rank, RankId,
     RankPayload, RankView, Receipt, Registered, Registration, Registry, RegistryChange, RegistryError,
-    RegistryLimits, RegistrySnapshot, Watched, Watcher, canonical_base_url,
+    RegistryLimits, RegistrySnapshot, Sight, Watched, Watcher, Writer, canonical_base_url,
 };
 pub use registry_address::{NotAnAddress, RegistryAddress};
 pub use request::{BadRequest, Endpoint, InjectedHandOff};
@@ -106,7 +109,8 @@ impl Proxy {
     pub fn start(settings: Settings, tasks: TaskTracker, stop: CancellationToken) -> Self {
         let metrics = Metrics::new();
         let held = Held::new(settings.limits.held_bytes);
-        let upstream = Upstream::new(&settings.timeouts, held.clone(), tasks.clone());
+        let tls = settings.engine_tls.clone();
+        let upstream = Upstream::new(&settings.timeouts, tls, held.clone(), tasks.clone());
         let registry = Registry::new(RegistryLimits {
             payload_bytes: settings.limits.payload_bytes,
             engines: settings.limits.registry_engines,
@@ -181,6 +185,12 @@ impl Proxy {
         body: Bytes,
     ) -> Result<Response<RelayBody>, ProxyError> {
         self.core.pass_through(method, &path_and_query, &exchange, body).await
+    }
+
+    /// Whether this router sent a request itself: a peer's address leads back here.
+    #[must_use]
+    pub fn has_sent(&self, headers: &HeaderMap) -> bool {
+        self.core.upstream.has_sent(headers)
     }
 
     /// The union of the peers' model lists.

@@ -406,7 +406,7 @@ impl Outcome {
 
     pub(crate) const fn of_error(error: &ProxyError) -> Self {
         match error {
-            ProxyError::BadRequest(_) => Self::ClientError,
+            ProxyError::BadRequest(_) | ProxyError::ModelDenied { .. } => Self::ClientError,
             ProxyError::NoPeer(_) | ProxyError::NoCompatiblePair => Self::NoPeer,
             ProxyError::ShuttingDown => Self::Cut,
             ProxyError::Upstream(failure) if !failure.broken.blames_the_engine() => Self::Cut,

@@ -7,6 +7,7 @@ use std::time::Duration;
 use kv_connector::transport::NixlVersion;
 use serde::{Deserialize, Serialize};
 
+use crate::connection::EngineTls;
 use crate::registry_address::RegistryAddress;
 use crate::request::InjectedHandOff;
 use crate::side_channel::settings::SideChannelSettings;
@@ -29,6 +30,9 @@ pub struct Settings {
     pub retry: Retry,
     /// Bounds on memory.
     pub limits: Limits,
+    /// TLS to engines, made of files that the core does not read.
+    #[serde(skip)]
+    pub engine_tls: EngineTls,
     /// How answers are streamed.
     pub stream: Streaming,
     /// The NIXL library.

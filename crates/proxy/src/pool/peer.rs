@@ -75,7 +75,7 @@ pub enum Authorization {
 pub struct PeerSpec {
     /// Its role; implied by the list it stands in when it comes from the settings.
     pub role: Role,
-    /// Base URL, `http://host:port` with an optional path prefix.
+    /// Base URL, `http://host:port` or `https://host:port` with an optional path prefix.
     pub url: String,
     /// Name shown to operators and used as its id; made from role and position when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -195,8 +195,8 @@ pub enum PeerSpecError {
         /// What was given.
         url: String,
     },
-    /// TLS to engines is not spoken.
-    #[error("{url:?}: only http:// engines can be reached")]
+    /// Engines are reached over HTTP and HTTPS only.
+    #[error("{url:?}: only http:// and https:// engines can be reached")]
     Scheme {
         /// What was given.
         url: String,
@@ -330,7 +330,7 @@ impl Peer {
         let bad_url = || PeerSpecError::Url { url: spec.url.clone() };
         let uri: Uri = spec.url.parse().map_err(|_| bad_url())?;
         let scheme = uri.scheme().cloned().ok_or_else(bad_url)?;
-        if scheme != Scheme::HTTP {
+        if scheme != Scheme::HTTP && scheme != Scheme::HTTPS {
             return Err(PeerSpecError::Scheme { url: spec.url.clone() });
         }
         let authority = uri.authority().cloned().ok_or_else(bad_url)?;

@@ -139,11 +139,17 @@ enum Unwell {
     Status { path: &'static str, status: u16 },
     #[error("probe: the model list is not one")]
     Models,
+    #[error("probe: the url leads back to this router")]
+    Itself,
 }
 
 impl Unwell {
     fn is_refusal(&self) -> bool {
-        matches!(self, Self::Broken(failure) if failure.broken == Broken::Connect)
+        match self {
+            Self::Broken(failure) => failure.broken == Broken::Connect,
+            Self::Itself => true,
+            Self::Silent | Self::Status { .. } | Self::Models => false,
+        }
     }
 
     /// Slowness, of the engine or of this machine, rather than a word that the engine is gone.
@@ -151,7 +157,7 @@ impl Unwell {
         match self {
             Self::Silent => true,
             Self::Broken(failure) => failure.broken != Broken::Connect,
-            Self::Status { .. } | Self::Models => false,
+            Self::Status { .. } | Self::Models | Self::Itself => false,
         }
     }
 }
@@ -163,6 +169,9 @@ async fn look(peer: &Arc<Peer>, upstream: &Upstream) -> Result<Seen, Unwell> {
         return Err(Unwell::Status { path: "/health", status: status.as_u16() });
     }
     let (status, body) = get(peer, upstream, "/v1/models").await?;
+    if status == StatusCode::LOOP_DETECTED {
+        return Err(Unwell::Itself);
+    }
     if !status.is_success() {
         return Err(Unwell::Status { path: "/v1/models", status: status.as_u16() });
     }
