@@ -27,8 +27,9 @@ use crate::upstream::{Leg, own_headers};
 /// How many decode engines a release tries.
 const RELEASE_TRIES: usize = 3;
 
-/// Pause before a failed release is tried again, doubled each time.
-const RELEASE_PAUSE: Duration = Duration::from_secs(3);
+/// Pause before a failed release is tried again, doubled each time up to the longest.
+const RELEASE_PAUSE: Duration = Duration::from_millis(250);
+const LONGEST_PAUSE: Duration = Duration::from_secs(8);
 
 /// A model name that no fleet serves: a decode engine refuses it inside its handler, after the
 /// body has been read, and on that path tells the prefill engine that nobody will read the blocks.
@@ -193,10 +194,9 @@ enum NotReleased {
 impl Hold {
     /// Releases the hand-off, trying again while the prefill engine may still hold the blocks.
     async fn release(self: Box<Self>) {
-        let deadline = self.core.settings.timeouts.release;
         let mut pause = RELEASE_PAUSE;
         loop {
-            if let Some(way) = tokio::time::timeout(deadline, self.free()).await.unwrap_or(None) {
+            if let Some(way) = self.free(pause == RELEASE_PAUSE).await {
                 self.core.ledger.close(self.key, HandOffResult::Released(way));
                 return;
             }
@@ -216,21 +216,22 @@ impl Hold {
             if self.granted.elapsed() >= self.lasts {
                 return;
             }
-            pause *= 2;
+            pause = LONGEST_PAUSE.min(pause * 2);
         }
     }
 
     /// The way that worked, the cheapest one tried first.
-    async fn free(&self) -> Option<Way> {
+    async fn free(&self, hurried: bool) -> Option<Way> {
         if self.notify().await {
             return Some(Way::Notification);
         }
-        self.try_peers().await
+        self.try_peers(hurried).await
     }
 
     /// Tries the engine that the hand-off was meant for first: it has most likely shaken hands
-    /// with the prefill engine before, so that its word goes out at once.
-    async fn try_peers(&self) -> Option<Way> {
+    /// with the prefill engine before, so that its word goes out at once. It may also be the one that
+    /// hangs, so that at first none is waited for long.
+    async fn try_peers(&self, hurried: bool) -> Option<Way> {
         if self.hand_off.mode == TransferMode::Push {
             return None;
         }
@@ -238,12 +239,15 @@ impl Hold {
         if let Some(meant) = &self.decode {
             peers.sort_by_key(|peer| !Arc::ptr_eq(peer, meant));
         }
+        let deadline = self.core.settings.timeouts.release;
         for peer in peers.iter().take(RELEASE_TRIES) {
-            match self.try_peer(peer).await {
-                Ok(way) => return Some(way),
-                Err(error) => {
-                    tracing::debug!(peer = %peer.id, %error, "release refused");
-                }
+            // A stranger to P has a handshake to make.
+            let hurry = if peer.has_met(&self.hand_off.engine_id) { 5 } else { 2 };
+            let patience = if hurried { deadline / hurry } else { deadline };
+            match tokio::time::timeout(patience, self.try_peer(peer)).await {
+                Ok(Ok(way)) => return Some(way),
+                Ok(Err(error)) => tracing::debug!(peer = %peer.id, %error, "release refused"),
+                Err(_late) => tracing::debug!(peer = %peer.id, "release not answered"),
             }
         }
         None
