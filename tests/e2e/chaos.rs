@@ -45,7 +45,7 @@ async fn cluster(generation: Generation) -> Cluster {
     let builder = Cluster::builder().prefill(2).decode(2).engine(engine).config(|config| {
         config.hand_off.lease = LEASE;
         config.hand_off.lease_v2 = LEASE;
-        config.hand_off.abandon_grace = Duration::from_secs(6);
+        config.hand_off.abandon_grace = Duration::from_secs(4);
         config.timeouts.prefill = Duration::from_secs(4);
         config.timeouts.decode_head = Duration::from_secs(4);
         config.timeouts.idle = Duration::from_secs(4);
@@ -86,10 +86,13 @@ async fn storm(generation: Generation) {
         }
     }
     weather.calm(&mut cluster).await;
+    let log = cluster.log();
+    let deaths: Vec<&str> = log.lines().filter(|line| line.contains("engine core died")).collect();
+    assert!(deaths.is_empty(), "seed {seed}: engines died of what they were sent: {deaths:#?}");
     let story = format!("seed {seed}, {requests} requests, {} deaths: {fates:#?}", weather.kills);
     assert!(wronged.is_empty(), "{story}\n{wronged:#?}");
     assert_eq!(fates.values().sum::<u64>(), requests, "{story}");
-    assert!(fates["right"] * 3 > requests && fates["left"] * 5 > requests, "{story}");
+    assert!(fates["right"] * 5 > requests && fates["left"] * 5 > requests, "{story}");
     nothing_is_left(cluster, &story).await;
 }
 

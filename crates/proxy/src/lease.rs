@@ -123,21 +123,9 @@ impl Lease {
         })
     }
 
-    /// Whether another engine, or another life of this one, is where the blocks were. An engine that
-    /// is only not registered (any more) may be there all the same.
+    /// Whether the blocks are gone with the engine that granted them.
     pub(crate) fn is_orphaned(&self) -> bool {
-        self.hold.as_ref().is_some_and(|hold| {
-            let registry = &hold.core.registry;
-            match (&hold.origin, registry.engine(&hold.hand_off.engine_id)) {
-                (Some(origin), Some(now)) => now.is_another_life(origin),
-                (Some(origin), None) => registry.is_replaced(origin),
-                (None, Some(_)) => false,
-                (None, None) => {
-                    let former = |url| registry.is_former(&hold.hand_off.engine_id, url);
-                    hold.prefill.address.as_deref().is_some_and(former)
-                }
-            }
-        })
+        self.hold.as_ref().is_some_and(|hold| hold.is_orphaned())
     }
 
     /// The hand-off is being sent to a decode engine.
@@ -192,10 +180,29 @@ enum NotReleased {
 }
 
 impl Hold {
+    /// Whether another engine, or another life of this one, is where the blocks were. An engine that
+    /// is only not registered (any more) may be there all the same.
+    fn is_orphaned(&self) -> bool {
+        let registry = &self.core.registry;
+        match (&self.origin, registry.engine(&self.hand_off.engine_id)) {
+            (Some(origin), Some(now)) => now.is_another_life(origin),
+            (Some(origin), None) => registry.is_replaced(origin),
+            (None, Some(_)) => false,
+            (None, None) => {
+                let former = |url| registry.is_former(&self.hand_off.engine_id, url);
+                self.prefill.address.as_deref().is_some_and(former)
+            }
+        }
+    }
+
     /// Releases the hand-off, trying again while the prefill engine may still hold the blocks.
     async fn release(self: Box<Self>) {
         let mut pause = RELEASE_PAUSE;
         loop {
+            if self.is_orphaned() {
+                self.core.ledger.close(self.key, HandOffResult::EngineGone);
+                return;
+            }
             if let Some(way) = self.free(pause == RELEASE_PAUSE).await {
                 self.core.ledger.close(self.key, HandOffResult::Released(way));
                 return;

@@ -94,6 +94,8 @@ pub(crate) enum HandOffResult {
     Relayed,
     /// The router made the prefill engine free the blocks.
     Released(Way),
+    /// The prefill engine ended, and its blocks with it.
+    EngineGone,
     /// The prefill engine's own timer had to free the blocks.
     Expired,
 }
@@ -192,7 +194,7 @@ impl Metrics {
         registry.register(
             "handoffs",
             "Hand-offs by what became of them: relayed to a decode engine, missing from the prefill \
-             answer, refused as defective, released by the router, expired",
+             answer, refused as defective, released by the router, gone with their engine, expired",
             metrics.hand_offs.clone(),
         );
         registry.register(
@@ -276,7 +278,7 @@ impl Metrics {
             metrics.hand_over_seconds.clone(),
         );
         // Results that have not happened yet still show as zero, so that alerts can be written.
-        for result in ["relayed", "missing", "refused", "released", "expired"] {
+        for result in ["relayed", "missing", "refused", "released", "engine_gone", "expired"] {
             let _ = metrics.hand_offs.get_or_create(&ResultLabel { result });
         }
         for way in Way::ALL {
@@ -328,6 +330,7 @@ impl Metrics {
                 self.releases.get_or_create(&WayLabel { way: way.label() }).inc();
                 "released"
             }
+            HandOffResult::EngineGone => "engine_gone",
             HandOffResult::Expired => "expired",
         };
         self.hand_offs.get_or_create(&ResultLabel { result }).inc();

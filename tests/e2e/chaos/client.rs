@@ -29,11 +29,7 @@ struct Question {
 
 impl Question {
     fn draw(dice: &mut Dice) -> Self {
-        Self {
-            path: *dice.pick(&PATHS),
-            prompt: dice.below(PROMPTS),
-            max_tokens: *dice.pick(&LENGTHS),
-        }
+        Self { path: *dice.pick(&PATHS), prompt: dice.below(PROMPTS), max_tokens: *dice.pick(&LENGTHS) }
     }
 
     fn body(&self) -> Value {
