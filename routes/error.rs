@@ -358,6 +358,8 @@ fn peer_spec_face(error: &PeerSpecError) -> Face {
         PeerSpecError::Size => Face::invalid("invalid_peer").param("tp_size"),
         PeerSpecError::Lease => Face::invalid("invalid_peer").param("lease"),
         PeerSpecError::Ranks => Face::invalid("invalid_peer").param("dp_rank"),
+        PeerSpecError::Notify => Face::invalid("invalid_peer").param("notify"),
+        PeerSpecError::NixlVersion { .. } => Face::invalid("invalid_peer").param("nixl_version"),
         PeerSpecError::Name { .. } => Face::invalid("invalid_peer").param("name"),
         PeerSpecError::Exists { .. } => Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "peer_exists"),
     }

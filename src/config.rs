@@ -9,7 +9,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use kvbaton_proxy::{
-    HandOffPolicy, Limits, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, Settings,
+    HandOffPolicy, Limits, Nixl, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, Settings,
     SideChannelSettings, Streaming, Timeouts,
 };
 use serde::{Deserialize, Serialize};
@@ -78,6 +78,8 @@ pub struct Config {
     pub limits: Limits,
     /// How answers are streamed.
     pub stream: Streaming,
+    /// The NIXL library.
+    pub nixl: Nixl,
 }
 
 impl Default for Config {
@@ -107,6 +109,7 @@ impl Default for Config {
             retry: Retry::default(),
             limits: Limits::default(),
             stream: Streaming::default(),
+            nixl: Nixl::default(),
         }
     }
 }
@@ -201,6 +204,7 @@ impl Config {
             limits: self.limits.clone(),
             engine_tls: kvbaton_proxy::EngineTls::default(),
             stream: self.stream.clone(),
+            nixl: self.nixl.clone(),
         }
     }
 
@@ -263,6 +267,9 @@ impl Config {
         if self.probe.patience == 0 {
             wrong("probe.patience", "must not be zero".into(), "the default is 3");
         }
+        if !self.nixl.is_version_readable() {
+            wrong("nixl.version", "is not a NIXL version".into(), "such as \"1.5.1\"");
+        }
         if self.side_channel.front.enabled && self.side_channel.front.host().is_none() {
             wrong(
                 "side_channel.front.advertise",
@@ -316,6 +323,8 @@ impl Config {
                         PeerSpecError::SideChannelAddress => "such as \"10.0.0.5:5600\"",
                         PeerSpecError::Size => "leave out what is not known",
                         PeerSpecError::Lease => "the engine's own setting, 30s unless it was changed",
+                        PeerSpecError::Notify => "move notify to the prefill engine",
+                        PeerSpecError::NixlVersion { .. } => "what `pip show nixl` says there",
                         PeerSpecError::Name { .. } | PeerSpecError::Exists { .. } => "such as \"p1\"",
                     };
                     wrong(&key, error.to_string(), hint);

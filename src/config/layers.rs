@@ -93,7 +93,10 @@ fn schema() -> Table {
     peer.lease = Some(std::time::Duration::from_secs(1));
     (peer.dp_rank, peer.dp_split) = (Some(0), true);
     peer.hand_offs = Some(vec![kvbaton_proxy::Endpoint::Completions]);
+    peer.nixl_version = Some("1.5.1".into());
     let mut sample = Config { prefill: vec![peer.clone()], decode: vec![peer], ..Config::default() };
+    sample.nixl.library = Some("libnixl_capi.so".into());
+    sample.nixl.version = Some("1.5.1".into());
     super::security::sample(&mut sample);
     sample.side_channel.front.advertise = Some("host".into());
     sample.hand_off.registry_address = "host:1".parse().ok();

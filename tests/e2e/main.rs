@@ -16,6 +16,7 @@ mod admin;
 mod bad_input;
 mod credentials;
 mod engine_faults;
+mod fleet;
 mod handoff;
 mod injection;
 mod legs;
@@ -24,6 +25,9 @@ mod malformed_handoff;
 mod nixl;
 #[cfg(not(feature = "nixl"))]
 mod no_nixl;
+mod notify;
+#[cfg(feature = "nixl")]
+mod notify_vllm;
 mod program;
 mod registry;
 mod registry_v1;

@@ -40,6 +40,7 @@ pub(crate) struct Builder {
     config: Vec<Tune<Config>>,
     peers: Vec<PeerSpec>,
     warnings: Vec<&'static str>,
+    possible: Vec<&'static str>,
     wait: bool,
     logs_all: bool,
     front: Option<Front>,
@@ -79,6 +80,12 @@ impl Builder {
         self
     }
 
+    /// Warnings that may come or not, depending on who is faster.
+    pub(crate) fn may_warn(mut self, texts: &[&'static str]) -> Self {
+        self.possible.extend(texts);
+        self
+    }
+
     /// Keeps the whole log, for [`Cluster::log`].
     pub(crate) fn logs_all(mut self) -> Self {
         self.logs_all = true;
@@ -98,7 +105,7 @@ impl Builder {
     }
 
     pub(crate) async fn start(self) -> Cluster {
-        let log = if self.logs_all { Log::capture_all } else { Log::capture }(self.warnings);
+        let log = if self.logs_all { Log::capture_all } else { Log::capture }(self.warnings, self.possible);
         let router = listen().await;
         let addr = router.local_addr().unwrap();
         let mut config = Config { listen: addr, ..Config::default() };
@@ -187,6 +194,7 @@ impl Cluster {
             config: Vec::new(),
             peers: Vec::new(),
             warnings: Vec::new(),
+            possible: Vec::new(),
             wait: true,
             logs_all: false,
             front: None,

@@ -388,7 +388,7 @@ impl Core {
             Ok(answer) => answer,
             Err(failure) => {
                 let unseen = retry::after_decode(failure) == Verdict::AgainWithTheSameHandOff;
-                return Err((failure, lease.filter(|_| unseen)));
+                return Err((failure, lease.filter(|_| unseen).map(Lease::unseen)));
             }
         };
         self.metrics.decode_head_took(began.elapsed().as_secs_f64());

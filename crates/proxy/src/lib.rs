@@ -15,6 +15,7 @@ pub mod json;
 mod lease;
 mod ledger;
 mod metrics;
+mod notify;
 mod pool;
 mod prefill;
 mod registry;
@@ -63,8 +64,8 @@ pub use registry_address::{NotAnAddress, RegistryAddress};
 pub use request::{BadRequest, Endpoint, InjectedHandOff};
 pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{
-    AddressCheck, HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Streaming, Timeouts,
-    UnknownPairs,
+    AddressCheck, HandOffPolicy, Limits, Nixl, OnMissing, Pairing, Probe, Retry, Settings, Streaming,
+    Timeouts, UnknownPairs,
 };
 pub use side_channel::channels::{SideChannelState, SideChannelView};
 pub use side_channel::settings::{FrontSettings, NotPorts, PortRange, ReadSideChannels, SideChannelSettings};
@@ -84,6 +85,7 @@ struct Core {
     held: Held,
     ledger: Ledger,
     registry: Registry,
+    notifier: notify::Notifier,
     retries: retry::Budget,
     side_channels: SideChannels,
     metrics: Arc<Metrics>,
@@ -109,14 +111,17 @@ impl Proxy {
         let held = Held::new(settings.limits.held_bytes);
         let tls = settings.engine_tls.clone();
         let upstream = Upstream::new(&settings.timeouts, tls, held.clone(), tasks.clone());
+        let registry = Registry::new(RegistryLimits {
+            payload_bytes: settings.limits.payload_bytes,
+            engines: settings.limits.registry_engines,
+            ..RegistryLimits::default()
+        });
+        let notifier = notify::Notifier::start(settings.nixl.clone(), registry.clone(), &tasks, stop.clone());
         let core = Arc::new(Core {
             retries: retry::Budget::new(settings.retry.clone()),
             ledger: Ledger::new(Arc::clone(&metrics)),
-            registry: Registry::new(RegistryLimits {
-                payload_bytes: settings.limits.payload_bytes,
-                engines: settings.limits.registry_engines,
-                ..RegistryLimits::default()
-            }),
+            registry,
+            notifier,
             pool: Pool::new(settings.pairing.clone()),
             side_channels: SideChannels::default(),
             upstream,
@@ -214,6 +219,9 @@ impl Proxy {
     pub fn add_peer(&self, spec: PeerSpec) -> Result<PeerView, PeerSpecError> {
         let peer = self.core.pool.add(spec)?;
         let view = peer.view();
+        if peer.spec.notify {
+            self.core.notifier.prepare();
+        }
         pool::probe::probe_soon(&self.core, peer);
         Ok(view)
     }

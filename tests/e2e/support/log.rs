@@ -16,26 +16,27 @@ pub(crate) struct Log {
     lines: Arc<Mutex<Vec<String>>>,
     whole: Arc<Mutex<String>>,
     expected: Vec<&'static str>,
+    possible: Vec<&'static str>,
     checked: bool,
     _guard: DefaultGuard,
 }
 
 impl Log {
-    pub(crate) fn capture(expected: Vec<&'static str>) -> Self {
-        Self::capture_from(LevelFilter::WARN, expected)
+    pub(crate) fn capture(expected: Vec<&'static str>, possible: Vec<&'static str>) -> Self {
+        Self::capture_from(LevelFilter::WARN, expected, possible)
     }
 
     /// Also keeps everything that anybody says at any level.
-    pub(crate) fn capture_all(expected: Vec<&'static str>) -> Self {
-        Self::capture_from(LevelFilter::TRACE, expected)
+    pub(crate) fn capture_all(expected: Vec<&'static str>, possible: Vec<&'static str>) -> Self {
+        Self::capture_from(LevelFilter::TRACE, expected, possible)
     }
 
-    fn capture_from(level: LevelFilter, expected: Vec<&'static str>) -> Self {
+    fn capture_from(level: LevelFilter, expected: Vec<&'static str>, possible: Vec<&'static str>) -> Self {
         let (lines, whole) = (Arc::default(), Arc::default());
         let capture = Capture { lines: Arc::clone(&lines), whole: Arc::clone(&whole) };
         let subscriber = tracing_subscriber::registry().with(level).with(capture);
         let guard = tracing::subscriber::set_default(subscriber);
-        Self { lines, whole, expected, checked: false, _guard: guard }
+        Self { lines, whole, expected, possible, checked: false, _guard: guard }
     }
 
     /// Every event and span so far.
@@ -56,7 +57,8 @@ impl Log {
     pub(crate) fn check(mut self) {
         self.checked = true;
         let lines = self.lines();
-        let expected = |line: &&String| self.expected.iter().any(|text| line.contains(text));
+        let expected =
+            |line: &&String| self.expected.iter().chain(&self.possible).any(|text| line.contains(text));
         let unexpected: Vec<&String> = lines.iter().filter(|line| !expected(line)).collect();
         assert!(unexpected.is_empty(), "unexpected log lines: {unexpected:#?}");
         for text in &self.expected {

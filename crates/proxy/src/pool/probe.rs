@@ -115,7 +115,10 @@ async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) -> bool 
     // An engine that was never ready may be starting: that is said once, when it has had its time.
     let starting = before != PeerState::Ready && !refused;
     let news = if starting { in_a_row == settings.patience } else { before != now };
-    if news && now == PeerState::Unreachable {
+    if news && now == PeerState::Unreachable && !peer.standing.is_open() {
+        // Whoever was told to go, or says so, is expected to be gone.
+        tracing::info!(peer = %peer.id, role, %url, reason, "an engine that gets no requests is not usable");
+    } else if news && now == PeerState::Unreachable {
         tracing::warn!(peer = %peer.id, role, %url, reason, "an engine is not usable by its probes");
     }
     shows_news
