@@ -2,19 +2,21 @@
 //! Owns what the surface itself refuses; knows the core's errors and how clients see them.
 //! Must never show an engine's address, nor turn an error into a response anywhere else.
 
+mod event;
+mod faces;
+
 use axum::Json;
 use axum::body::Bytes;
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
 use http::header::{HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
-use kvbaton_proxy::{Account, Endpoint, EventError, PeerSpecError, ProxyError, RegistryError, error_event};
+use kvbaton_proxy::{Account, PeerSpecError, ProxyError, RegistryError};
 use serde::Serialize;
 
-use crate::access::NotLocal;
-
-mod faces;
-
+pub(crate) use event::event_of;
 use faces::{Class, Face, no_room, peer_spec_face, proxy_face, registry_face};
+
+use crate::access::NotLocal;
 
 /// Seconds after which a fleet without a ready engine is worth another try: about one probe.
 const RETRY_SECONDS: HeaderValue = HeaderValue::from_static("1");
@@ -192,35 +194,6 @@ impl RouteError {
             Self::Unexpected => Face::new(StatusCode::INTERNAL_SERVER_ERROR, Class::Server, "internal_error"),
         }
     }
-}
-
-/// The error as the last event of a stream that has begun.
-pub(crate) fn event_of(error: &RouteError, endpoint: Endpoint) -> Bytes {
-    let face = error.face();
-    let message = face.message.unwrap_or_else(|| error.to_string());
-    if let RouteError::Refused { said } = error
-        && let Some(event) = refusal_event(endpoint, said)
-    {
-        return event;
-    }
-    if face.status.is_server_error() {
-        tracing::warn!(status = face.status.as_u16(), code = face.code, error = %error, "stream failed");
-    }
-    let class = face.class.name();
-    error_event(endpoint, &EventError { class, code: face.code, message: &message })
-}
-
-/// An engine's own words, if they are an error object.
-fn refusal_event(endpoint: Endpoint, said: &[u8]) -> Option<Bytes> {
-    let said: serde_json::Value = serde_json::from_slice(said).ok()?;
-    let error = said.get("error")?;
-    let text = |name: &str| match error.get(name) {
-        Some(serde_json::Value::String(text)) => text.clone(),
-        Some(other) => other.to_string(),
-        None => String::new(),
-    };
-    let (class, code, message) = (text("type"), text("code"), text("message"));
-    Some(error_event(endpoint, &EventError { class: &class, code: &code, message: &message }))
 }
 
 impl IntoResponse for RouteError {
