@@ -3,18 +3,24 @@
 
 mod faults;
 mod layers;
+mod security;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use kvbaton_proxy::{
     HandOffPolicy, Limits, Nixl, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, Settings,
-    SideChannelSettings, Timeouts,
+    SideChannelSettings, Streaming, Timeouts,
 };
 use serde::{Deserialize, Serialize};
 
 pub use faults::{ConfigFault, ConfigFaults, Source};
 pub use layers::{Flags, load};
+pub(crate) use security::check_key;
+pub use security::{
+    Admin, ClientAuth, Connections, Cors, Credential, CredentialRole, EngineTls, Key, Registry, Secrets, Tls,
+    secret_files,
+};
 
 /// Longest duration of any setting; also keeps deadlines within what clocks can hold.
 const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
@@ -31,8 +37,27 @@ pub struct Config {
     pub decode: Vec<PeerSpec>,
     /// The simulated fleet that the program can start by itself.
     pub fleet: Fleet,
+    /// TLS of that listener.
+    pub tls: Tls,
     /// The operators' endpoints.
     pub admin: Admin,
+    /// The engines' endpoints.
+    pub registry: Registry,
+    /// Operators and engines, beyond the tokens of `admin` and `registry`.
+    pub credentials: Vec<Credential>,
+    /// Clients; without any, whoever reaches the public listener is one.
+    pub keys: Vec<Key>,
+    /// A TOML file with more `[[keys]]`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub keys_file: Option<std::path::PathBuf>,
+    /// Pages of other origins.
+    pub cors: Cors,
+    /// Bounds on clients' connections.
+    pub connections: Connections,
+    /// TLS to engines.
+    pub engine_tls: EngineTls,
+    /// Files with secrets.
+    pub secrets: Secrets,
     /// Log output.
     pub log: Log,
     /// Leaving in order.
@@ -51,6 +76,8 @@ pub struct Config {
     pub retry: Retry,
     /// Bounds on memory.
     pub limits: Limits,
+    /// How answers are streamed.
+    pub stream: Streaming,
     /// The NIXL library.
     pub nixl: Nixl,
 }
@@ -62,7 +89,16 @@ impl Default for Config {
             prefill: Vec::new(),
             decode: Vec::new(),
             fleet: Fleet::default(),
+            tls: Tls::default(),
             admin: Admin::default(),
+            registry: Registry::default(),
+            credentials: Vec::new(),
+            keys: Vec::new(),
+            keys_file: None,
+            cors: Cors::default(),
+            connections: Connections::default(),
+            engine_tls: EngineTls::default(),
+            secrets: Secrets::default(),
             log: Log::default(),
             shutdown: Shutdown::default(),
             timeouts: Timeouts::default(),
@@ -72,6 +108,7 @@ impl Default for Config {
             side_channel: SideChannelSettings::default(),
             retry: Retry::default(),
             limits: Limits::default(),
+            stream: Streaming::default(),
             nixl: Nixl::default(),
         }
     }
@@ -107,15 +144,6 @@ pub enum Embedded {
     Always,
     /// Never; engines come through the settings or `/admin/peers`.
     Never,
-}
-
-/// Who may use the operators' endpoints and the registry.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Admin {
-    /// With a token, whoever presents it; without one, clients on this host.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub token: Option<String>,
 }
 
 /// Log output.
@@ -174,6 +202,8 @@ impl Config {
             side_channel: self.side_channel.clone(),
             retry: self.retry.clone(),
             limits: self.limits.clone(),
+            engine_tls: kvbaton_proxy::EngineTls::default(),
+            stream: self.stream.clone(),
             nixl: self.nixl.clone(),
         }
     }
@@ -202,6 +232,7 @@ impl Config {
             ("timeouts.prefill", self.timeouts.prefill),
             ("timeouts.decode_head", self.timeouts.decode_head),
             ("timeouts.idle", self.timeouts.idle),
+            ("timeouts.total", self.timeouts.total),
             ("timeouts.release", self.timeouts.release),
             ("timeouts.client_body", self.timeouts.client_body),
             ("probe.interval", self.probe.interval),
@@ -252,6 +283,13 @@ impl Config {
         if self.limits.body_bytes == 0 {
             wrong("limits.body_bytes", "must not be zero".into(), "the default is 67108864");
         }
+        if self.limits.held_bytes < self.limits.body_bytes.max(self.limits.answer_bytes) {
+            let least = "is less than one body or answer may have".into();
+            wrong("limits.held_bytes", least, "at least limits.body_bytes and limits.answer_bytes");
+        }
+        if self.stream.keep_alive > LONGEST {
+            wrong("stream.keep_alive", "is longer than a week".into(), "\"10s\", or \"0s\" for none");
+        }
         if self.shutdown.settle > self.shutdown.limit {
             wrong(
                 "shutdown.settle",
@@ -259,9 +297,7 @@ impl Config {
                 "settling is part of the whole budget",
             );
         }
-        if let Some(Err(error)) = self.admin.token.as_deref().map(kvbaton_routes::AdminToken::new) {
-            wrong("admin.token", error.to_string(), "leave it out to allow only clients on this host");
-        }
+        security::check(self, &mut wrong);
         if self.embeds_fleet() && (self.fleet.prefill == 0 || self.fleet.decode == 0) {
             wrong("fleet", "needs at least one engine of each role".into(), "set both counts to 1 or more");
         }
@@ -281,6 +317,9 @@ impl Config {
                         }
                         PeerSpecError::Token => "set token, or authorization = \"forward\"",
                         PeerSpecError::SideChannel => "the port is 5600 unless the engine says otherwise",
+                        PeerSpecError::Ranks => {
+                            "dp_size with dp_split = true stands for all ranks of the url"
+                        }
                         PeerSpecError::SideChannelAddress => "such as \"10.0.0.5:5600\"",
                         PeerSpecError::Size => "leave out what is not known",
                         PeerSpecError::Lease => "the engine's own setting, 30s unless it was changed",
@@ -290,7 +329,7 @@ impl Config {
                     };
                     wrong(&key, error.to_string(), hint);
                 }
-                if !seen.insert(peer.url.trim_end_matches('/')) {
+                if !seen.insert((peer.url.trim_end_matches('/'), peer.dp_rank)) {
                     wrong(&key, format!("{} stands twice in the list", peer.url), "remove one of them");
                 }
             }
@@ -315,7 +354,7 @@ mod tests {
         config.timeouts.connect = Duration::ZERO;
         config.admin.token = Some(" ".into());
         config.prefill =
-            vec![PeerSpec::new(Role::Prefill, "https://x"), PeerSpec::new(Role::Decode, "http://y")];
+            vec![PeerSpec::new(Role::Prefill, "ftp://x"), PeerSpec::new(Role::Decode, "http://y")];
         let faults = config.validate().unwrap_err();
         let keys: Vec<&str> = faults.0.iter().map(|fault| fault.key.as_str()).collect();
         assert_eq!(keys, ["timeouts.connect", "admin.token", "prefill[0]", "prefill[1]"]);

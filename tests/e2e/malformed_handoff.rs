@@ -12,7 +12,7 @@ use crate::support::{
 };
 
 /// A hand-off as the cluster's prefill engine makes it, but for the blocks' numbers.
-fn sound(cluster: &Cluster, generation: Generation) -> Value {
+pub(crate) fn sound(cluster: &Cluster, generation: Generation) -> Value {
     let blocks: Vec<u64> = (1..=PROMPT.len().div_ceil(16) as u64).collect();
     let mut object = json!({
         "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [blocks],
@@ -259,7 +259,7 @@ async fn item_46_a_hand_off_of_an_engine_that_was_replaced_reaches_nobody() {
 
 #[tokio::test]
 async fn item_46_an_engine_that_is_only_not_registered_is_not_taken_for_gone() {
-    let cluster = Cluster::builder().warns(&["hand-off", "could release"]).start().await;
+    let cluster = Cluster::builder().may_warn(&["hand-off", "could release"]).start().await;
     let mut params = sound(&cluster, Generation::V14);
     params["remote_engine_id"] = json!("not-registered-yet");
     cluster.p().faults().arm(ArmedFault {
@@ -309,5 +309,19 @@ async fn the_side_channels_address_of_the_settings_replaces_the_reported_one() {
     assert_eq!(cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await.status, 200);
     let params = parse(&generations(cluster.d())[0].body)["kv_transfer_params"].clone();
     assert_eq!((&params["remote_host"], &params["remote_port"]), (&json!("kv.example"), &json!(5601)));
+    cluster.finish().await;
+}
+
+#[tokio::test]
+async fn the_registrys_address_replaces_every_other() {
+    let set = |config: &mut Config| {
+        config.prefill[0].kv_host = Some("kv.example".to_owned());
+        config.hand_off.registry_address = Some("[fd00::2]:8000".parse().unwrap());
+    };
+    let cluster = Cluster::builder().config(set).start().await;
+    assert_eq!(cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await.status, 200);
+    let params = parse(&generations(cluster.d())[0].body)["kv_transfer_params"].clone();
+    assert_eq!((&params["remote_host"], &params["remote_port"]), (&json!("fd00::2"), &json!(8000)));
+    cluster.wait_no_blocks().await;
     cluster.finish().await;
 }

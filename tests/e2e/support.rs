@@ -4,6 +4,7 @@
 mod client;
 mod fake;
 mod log;
+mod pki;
 pub(crate) mod process;
 mod wire;
 
@@ -21,6 +22,7 @@ use tokio::net::TcpListener;
 pub(crate) use client::{Answer, events, stream_text};
 pub(crate) use fake::{FakeEngine, Gate, Step, chunk, http_answer, sse_head};
 use log::Log;
+pub(crate) use pki::{Authority, Front, Identity, TlsWire};
 pub(crate) use wire::{End, Wire, request};
 
 pub(crate) const COMPLETIONS: &str = "/v1/completions";
@@ -38,7 +40,10 @@ pub(crate) struct Builder {
     config: Vec<Tune<Config>>,
     peers: Vec<PeerSpec>,
     warnings: Vec<&'static str>,
+    possible: Vec<&'static str>,
     wait: bool,
+    logs_all: bool,
+    front: Option<Front>,
 }
 
 impl Builder {
@@ -75,6 +80,24 @@ impl Builder {
         self
     }
 
+    /// Warnings that may come or not, depending on who is faster.
+    pub(crate) fn may_warn(mut self, texts: &[&'static str]) -> Self {
+        self.possible.extend(texts);
+        self
+    }
+
+    /// Keeps the whole log, for [`Cluster::log`].
+    pub(crate) fn logs_all(mut self) -> Self {
+        self.logs_all = true;
+        self
+    }
+
+    /// The router reaches the engines through TLS only.
+    pub(crate) fn behind(mut self, front: Front) -> Self {
+        self.front = Some(front);
+        self
+    }
+
     /// Does not wait for the router to be ready.
     pub(crate) fn unready(mut self) -> Self {
         self.wait = false;
@@ -82,7 +105,7 @@ impl Builder {
     }
 
     pub(crate) async fn start(self) -> Cluster {
-        let log = Log::capture(self.warnings);
+        let log = if self.logs_all { Log::capture_all } else { Log::capture }(self.warnings, self.possible);
         let router = listen().await;
         let addr = router.local_addr().unwrap();
         let mut config = Config { listen: addr, ..Config::default() };
@@ -101,7 +124,9 @@ impl Builder {
             .chain(std::iter::repeat_n(Role::Decode, self.decode))
         {
             let listener = listen().await;
-            let spec = PeerSpec::new(role, format!("http://{}", listener.local_addr().unwrap()));
+            let engine = listener.local_addr().unwrap();
+            let url = self.front.as_ref().map(|front| front.before(engine));
+            let spec = PeerSpec::new(role, url.unwrap_or_else(|| format!("http://{engine}")));
             match role {
                 Role::Prefill => config.prefill.push(spec),
                 Role::Decode => config.decode.push(spec),
@@ -122,7 +147,7 @@ impl Builder {
 
         let (mut prefill, mut decode) = (Vec::new(), Vec::new());
         for (role, listener) in waiting {
-            let mut engine = engine_config(addr);
+            let mut engine = engine_config(running.registry_addr());
             engine.registry_token = token.clone();
             engine.role = match role {
                 Role::Prefill => engine_sim::Role::Prefill,
@@ -138,7 +163,8 @@ impl Builder {
             }
         }
         let http = client::http();
-        let cluster = Cluster { running, addr, prefill, decode, http, token, log };
+        let _front = self.front;
+        let cluster = Cluster { running, addr, prefill, decode, http, token, log, _front };
         if self.wait {
             cluster.wait_ready().await;
             cluster.wait_registered().await;
@@ -156,6 +182,7 @@ pub(crate) struct Cluster {
     http: reqwest::Client,
     token: Option<String>,
     log: Log,
+    _front: Option<Front>,
 }
 
 impl Cluster {
@@ -167,7 +194,10 @@ impl Cluster {
             config: Vec::new(),
             peers: Vec::new(),
             warnings: Vec::new(),
+            possible: Vec::new(),
             wait: true,
+            logs_all: false,
+            front: None,
         }
     }
 
@@ -182,7 +212,29 @@ impl Cluster {
     }
 
     pub(crate) fn url(&self, path: &str) -> String {
-        format!("http://{}{path}", self.addr)
+        let addr = if path.starts_with("/registry") {
+            self.running.registry_addr()
+        } else if path.starts_with("/admin") || path == "/metrics" {
+            self.running.admin_addr().unwrap_or(self.addr)
+        } else {
+            self.addr
+        };
+        format!("http://{addr}{path}")
+    }
+
+    /// The program, for what it does not show over HTTP.
+    pub(crate) fn running(&self) -> &Running {
+        &self.running
+    }
+
+    /// Whether the router has warned of something.
+    pub(crate) fn log_has(&self, text: &str) -> bool {
+        self.log.lines().iter().any(|line| line.contains(text))
+    }
+
+    /// Everything that was logged so far.
+    pub(crate) fn log(&self) -> String {
+        self.log.whole()
     }
 
     pub(crate) async fn post(&self, path: &str, body: &Value) -> Answer {
@@ -322,6 +374,15 @@ impl Cluster {
     /// Ends everything and checks that no engine died and that the router warned of nothing else
     /// than the test expects.
     pub(crate) async fn finish(self) {
+        self.end().await.check();
+    }
+
+    /// As [`Cluster::finish`] where warnings are not what the test is about.
+    pub(crate) async fn finish_whatever_was_warned(self) {
+        self.end().await.forget();
+    }
+
+    async fn end(self) -> Log {
         let Self { running, prefill, decode, http, log, .. } = self;
         drop(http);
         assert!(running.drain().await, "the router did not end in time");
@@ -329,7 +390,7 @@ impl Cluster {
             assert!(!engine.stats().dead, "an engine died");
             engine.shutdown().await;
         }
-        log.check();
+        log
     }
 }
 
@@ -373,7 +434,8 @@ pub(crate) async fn single_text(path: &str, body: &Value) -> String {
 
 /// The generation requests that an engine has seen.
 pub(crate) fn generations(engine: &Engine) -> Vec<SeenRequest> {
-    let is_generation = |seen: &SeenRequest| seen.path == COMPLETIONS || seen.path == CHAT;
+    let paths = [COMPLETIONS, CHAT, "/v1/responses", "/v1/messages"];
+    let is_generation = |seen: &SeenRequest| paths.contains(&seen.path.as_str());
     engine.requests().into_iter().filter(is_generation).collect()
 }
 

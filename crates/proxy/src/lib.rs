@@ -1,13 +1,16 @@
 //! kvbaton's core: it decides which pair serves a request, moves the bytes of both legs, and
 //! keeps account of every hand-off. Knows HTTP's types but no web framework.
 
+mod account;
 mod address;
 mod answer;
+mod client;
 mod connection;
 mod disagg;
 mod error;
 mod fleet;
 mod handoff;
+mod held;
 pub mod json;
 mod lease;
 mod ledger;
@@ -16,6 +19,8 @@ mod notify;
 mod pool;
 mod prefill;
 mod registry;
+mod registry_address;
+mod relay;
 pub mod request;
 mod request_id;
 mod retry;
@@ -30,13 +35,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use http::uri::PathAndQuery;
-use http::{Method, Response};
+use http::{HeaderMap, Method, Response};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-pub use disagg::Exchange;
+pub use account::Account;
+pub use client::{Client, ModelScope};
+pub use connection::{EngineTls, public_authorities};
+pub use disagg::{Exchange, Order};
 pub use error::{Broken, Fault, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
 pub use fleet::{DrainEnd, Drained};
+pub use held::{Held, Share};
 pub use kv_connector::fit::EngineTraits;
 pub use kv_connector::protocol::params::{Generation, TransferMode};
 pub use ledger::{HandOffState, HandOffView};
@@ -49,17 +58,18 @@ pub use registry::{
     AboutEngine, ChangeKind, Changes, ClockReading, Echo, EngineRecord, EngineRole, EngineState,
     EngineSummary, EngineView, FieldProblem, Found, Heartbeat, Missing, PayloadPart, Rank, RankId,
     RankPayload, RankView, Receipt, Registered, Registration, Registry, RegistryChange, RegistryError,
-    RegistryLimits, RegistrySnapshot, Watched, Watcher, canonical_base_url,
+    RegistryLimits, RegistrySnapshot, Sight, Watched, Watcher, Writer, canonical_base_url,
 };
+pub use registry_address::{NotAnAddress, RegistryAddress};
 pub use request::{BadRequest, Endpoint, InjectedHandOff};
 pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{
-    AddressCheck, HandOffPolicy, Limits, Nixl, OnMissing, Pairing, Probe, Retry, Settings, Timeouts,
-    UnknownPairs,
+    AddressCheck, HandOffPolicy, Limits, Nixl, OnMissing, Pairing, Probe, Retry, Settings, Streaming,
+    Timeouts, UnknownPairs,
 };
 pub use side_channel::channels::{SideChannelState, SideChannelView};
 pub use side_channel::settings::{FrontSettings, NotPorts, PortRange, ReadSideChannels, SideChannelSettings};
-pub use stream::{RelayBody, RelayError};
+pub use stream::{EventError, RelayBody, RelayError, error_event};
 
 use ledger::Ledger;
 use metrics::Metrics;
@@ -72,6 +82,7 @@ struct Core {
     settings: Settings,
     pool: Pool,
     upstream: Upstream,
+    held: Held,
     ledger: Ledger,
     registry: Registry,
     notifier: notify::Notifier,
@@ -80,6 +91,8 @@ struct Core {
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
     stop: CancellationToken,
+    /// What still runs is to end now.
+    cut: CancellationToken,
     draining: AtomicBool,
 }
 
@@ -95,7 +108,9 @@ impl Proxy {
     #[must_use]
     pub fn start(settings: Settings, tasks: TaskTracker, stop: CancellationToken) -> Self {
         let metrics = Metrics::new();
-        let upstream = Upstream::new(&settings.timeouts, tasks.clone());
+        let held = Held::new(settings.limits.held_bytes);
+        let tls = settings.engine_tls.clone();
+        let upstream = Upstream::new(&settings.timeouts, tls, held.clone(), tasks.clone());
         let registry = Registry::new(RegistryLimits {
             payload_bytes: settings.limits.payload_bytes,
             engines: settings.limits.registry_engines,
@@ -110,9 +125,11 @@ impl Proxy {
             pool: Pool::new(settings.pairing.clone()),
             side_channels: SideChannels::default(),
             upstream,
+            held,
             metrics,
             tasks,
             stop,
+            cut: CancellationToken::new(),
             draining: AtomicBool::new(false),
             settings,
         });
@@ -123,17 +140,37 @@ impl Proxy {
         Self { core }
     }
 
-    /// Serves one completion over both legs. Dropping the future or the body frees everything.
+    /// Opens the account of one request; `endpoint` is its name in metrics and must be one of few.
+    #[must_use]
+    pub fn account(&self, request_id: &RequestId, endpoint: &'static str) -> Account {
+        Account::open(Arc::clone(&self.core.metrics), request_id.clone(), endpoint)
+    }
+
+    /// The room for bodies, of requests being read too.
+    #[must_use]
+    pub fn held(&self) -> &Held {
+        &self.core.held
+    }
+
+    /// Reads a request for an endpoint with two legs.
+    ///
+    /// # Errors
+    /// It cannot be served by any engine.
+    pub fn read(&self, endpoint: Endpoint, exchange: &Exchange, body: Bytes) -> Result<Order, ProxyError> {
+        self.core.read(endpoint, exchange, body)
+    }
+
+    /// Serves a request over both legs. Dropping the future or the body frees everything.
     ///
     /// # Errors
     /// Why no answer could be had; nothing has been sent to the client then.
-    pub async fn complete(
-        &self,
-        endpoint: Endpoint,
-        exchange: Exchange,
-        body: Bytes,
-    ) -> Result<Response<RelayBody>, ProxyError> {
-        self.core.complete(endpoint, &exchange, body).await
+    pub async fn serve(&self, order: Order, exchange: Exchange) -> Result<Response<RelayBody>, ProxyError> {
+        self.core.serve(&order, &exchange).await
+    }
+
+    /// Ends what still runs: streams with an error event, other requests with an error.
+    pub fn cut(&self) {
+        self.core.cut.cancel();
     }
 
     /// Forwards a request without a prefill leg to a decode engine.
@@ -148,6 +185,12 @@ impl Proxy {
         body: Bytes,
     ) -> Result<Response<RelayBody>, ProxyError> {
         self.core.pass_through(method, &path_and_query, &exchange, body).await
+    }
+
+    /// Whether this router sent a request itself: a peer's address leads back here.
+    #[must_use]
+    pub fn has_sent(&self, headers: &HeaderMap) -> bool {
+        self.core.upstream.has_sent(headers)
     }
 
     /// The union of the peers' model lists.
@@ -226,6 +269,7 @@ impl Proxy {
     #[must_use]
     pub fn metrics(&self) -> String {
         self.core.ledger.sweep();
+        self.core.metrics.held_bytes(self.core.held.bytes());
         self.core.count_fleet();
         self.core.metrics.encode()
     }

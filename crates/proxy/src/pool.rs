@@ -6,6 +6,7 @@ pub(crate) mod operator;
 pub(crate) mod pairing;
 pub(crate) mod peer;
 pub(crate) mod probe;
+mod spec;
 pub(crate) mod standing;
 
 use std::collections::{BTreeMap, HashMap};
@@ -29,8 +30,10 @@ use peer::{InFlight, Peer};
 pub use standing::Restarts;
 use tokio::time::Instant;
 
+use crate::client::ModelScope;
 use crate::error::{ProxyError, Stage};
 use crate::registry::{Registry, canonical_base_url};
+use crate::request::Endpoint;
 use crate::settings::Pairing;
 
 #[derive(Clone, Debug, Default)]
@@ -99,8 +102,7 @@ impl Pool {
             None => numbered(&current, &mut numbers, spec.role),
         };
         // Who came by registration gives way to whoever is named.
-        let is_here =
-            |peer: &Arc<Peer>| peer.spec.role == spec.role && is_same_url(&peer.spec.url, &spec.url);
+        let is_here = |peer: &Arc<Peer>| is_same_place(&peer.spec, &spec);
         let twin = current
             .all()
             .find(|peer| (peer.id == id || is_here(peer)) && !(peer.standing.is_adopted() && is_here(peer)));
@@ -296,6 +298,13 @@ impl Pool {
         self.matrix.load().partners(decode).iter().any(|prefill| prefill.is_open())
     }
 
+    /// Whether no prefill peer that is open takes hand-offs on an endpoint.
+    pub(crate) fn none_hands_off_on(&self, endpoint: Endpoint) -> bool {
+        let snapshot = self.snapshot.load();
+        let mut ready = snapshot.prefill.iter().filter(|peer| peer.is_open()).peekable();
+        ready.peek().is_some() && ready.all(|peer| !peer.hands_off_on(endpoint))
+    }
+
     /// Whether any open pair can hand off.
     pub(crate) fn has_pair(&self) -> bool {
         self.snapshot.load().decode.iter().any(|decode| decode.is_open() && self.has_partner(decode))
@@ -347,6 +356,12 @@ fn numbered(current: &Snapshot, numbers: &mut [usize; 2], role: Role) -> String 
     }
 }
 
+/// Whether both mean one engine in one role; an address without a rank means all of its ranks.
+fn is_same_place(one: &PeerSpec, other: &PeerSpec) -> bool {
+    let ranks_differ = one.dp_rank.zip(other.dp_rank).is_some_and(|(one, other)| one != other);
+    one.role == other.role && is_same_url(&one.url, &other.url) && !ranks_differ
+}
+
 fn is_same_url(one: &str, other: &str) -> bool {
     one == other || canonical_base_url(one).is_some_and(|url| canonical_base_url(other) == Some(url))
 }
@@ -368,6 +383,14 @@ pub struct ModelList {
 }
 
 impl ModelList {
+    /// Those that are in a scope.
+    #[must_use]
+    pub fn only(self, scope: &ModelScope) -> Self {
+        let entries = self.ids.into_iter().zip(self.data).filter(|(id, _)| scope.allows(id));
+        let (ids, data) = entries.unzip();
+        Self { object: self.object, data, ids }
+    }
+
     /// The models' ids in order.
     #[must_use]
     pub fn ids(&self) -> &[String] {

@@ -7,6 +7,7 @@ mod clock;
 mod error;
 mod limits;
 mod look_up;
+mod ownership;
 mod record;
 mod registration;
 mod sampled;
@@ -33,6 +34,7 @@ pub use clock::{ClockReading, Echo};
 pub use error::{FieldProblem, PayloadPart, RegistryError};
 pub use limits::RegistryLimits;
 pub use look_up::{Found, Missing};
+pub use ownership::{Sight, Writer};
 pub use record::{
     AboutEngine, EngineRecord, EngineRole, EngineState, EngineSummary, EngineView, Rank, RankId, RankView,
 };
@@ -151,6 +153,7 @@ impl Registry {
             traits,
             state: engine_state,
             clock,
+            writer,
             ..
         } = registration;
         let mut record = EngineRecord {
@@ -167,8 +170,10 @@ impl Registry {
             registered_at: unix_seconds(),
             ttl,
             ranks: ranks.unwrap_or(known_ranks),
+            owner: None,
             pulse: Arc::default(),
         };
+        writer.claim(&mut record, &state)?;
         continue_life(&mut record, known.as_deref(), &state);
         let unchanged = known.clone().filter(|known| known.says_the_same(&record));
         let record = match unchanged {
@@ -192,10 +197,26 @@ impl Registry {
         tp_rank: u32,
         payload: Bytes,
     ) -> Result<Registered, RegistryError> {
-        let rank = (pp_rank, tp_rank);
+        self.put_as(&Writer::Trusted, engine_id, (pp_rank, tp_rank), payload)
+    }
+
+    /// As [`Registry::put`] on somebody's behalf.
+    ///
+    /// # Errors
+    /// As there, or the engine is another's.
+    pub fn put_as(
+        &self,
+        writer: &Writer,
+        engine_id: &str,
+        rank: Rank,
+        payload: Bytes,
+    ) -> Result<Registered, RegistryError> {
         let view = Arc::new(check_payload(engine_id, rank, payload, &self.shared.limits)?);
         let mut state = self.write();
         let known = state.engines.get(engine_id).cloned();
+        if let Some(known) = &known {
+            writer.may_change(known)?;
+        }
         let before = known.as_ref().and_then(|known| known.ranks.get(&rank)).cloned();
         if let (Some(known), Some(before)) = (&known, &before)
             && before.payload == view.payload
@@ -205,6 +226,7 @@ impl Registry {
         }
         let mut record = known.as_deref().cloned().unwrap_or_else(|| unnamed(engine_id));
         record.ranks.insert(rank, view);
+        writer.claim(&mut record, &state)?;
         continue_life(&mut record, known.as_deref(), &state);
         let record = state.put(record, &self.shared.limits)?;
         self.publish(&state);
@@ -465,6 +487,7 @@ fn unnamed(engine_id: &str) -> EngineRecord {
         registered_at: unix_seconds(),
         ttl: None,
         ranks: BTreeMap::new(),
+        owner: None,
         pulse: Arc::new(Mutex::new(Pulse::default())),
     }
 }

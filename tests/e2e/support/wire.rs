@@ -49,9 +49,31 @@ impl Wire {
         self.stream.write_all(bytes).await.unwrap();
     }
 
+    /// Says that nothing more will be sent; answers can still be read.
+    pub(crate) async fn close_sending(&mut self) {
+        self.stream.shutdown().await.unwrap();
+    }
+
     async fn more(&mut self) -> bool {
         let read = self.stream.read_buf(&mut self.unread);
         bounded("the router sends", read).await.is_ok_and(|count| count > 0)
+    }
+
+    /// Sends, unless the router has hung up.
+    pub(crate) async fn try_send(&mut self, bytes: &[u8]) -> bool {
+        self.stream.write_all(bytes).await.is_ok()
+    }
+
+    /// Everything until the router closes the connection.
+    pub(crate) async fn everything(&mut self) -> String {
+        while self.more().await {}
+        String::from_utf8_lossy(&std::mem::take(&mut self.unread)).into_owned()
+    }
+
+    /// The first head, or nothing if the router hangs up.
+    pub(crate) async fn first_head(&mut self) -> String {
+        let head = self.until(b"\r\n\r\n").await.unwrap_or_default();
+        String::from_utf8_lossy(&head).into_owned()
     }
 
     /// Everything up to and including the mark.

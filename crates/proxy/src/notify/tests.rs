@@ -5,6 +5,7 @@ use kv_connector::protocol::params::TransferMode;
 use super::*;
 use crate::registry::{RankPayload, Registration, RegistryLimits};
 use crate::side_channel::channels::{ChannelAddress, NamedChannel};
+use crate::splice::PromptPart;
 
 fn hand_off(pp_size: u32, tp_size: u32) -> HandedOff {
     HandedOff {
@@ -22,6 +23,7 @@ fn hand_off(pp_size: u32, tp_size: u32) -> HandedOff {
             mode: None,
             shape: None,
         },
+        part: PromptPart::default(),
         sound: true,
     }
 }

@@ -166,7 +166,8 @@ impl Channels {
     pub(crate) fn of(spec: &PeerSpec) -> Self {
         let mut known = BTreeMap::new();
         if let Some(first) = spec.side_channel.as_deref().and_then(ChannelAddress::parse) {
-            for place in 0..spec.dp_size.unwrap_or(1) {
+            let ranks = spec.dp_rank.map_or(0..spec.dp_size.unwrap_or(1), |rank| rank..rank + 1);
+            for place in ranks {
                 let Some(port) = u16::try_from(place).ok().and_then(|place| first.port.checked_add(place))
                 else {
                     break;
