@@ -14,6 +14,7 @@
 mod abandon;
 mod admin;
 mod bad_input;
+mod chaos;
 mod credentials;
 mod engine_faults;
 mod fleet;

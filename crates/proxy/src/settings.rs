@@ -217,8 +217,9 @@ pub struct HandOffPolicy {
     /// lease silently fetches other requests' KV.
     #[serde(with = "humantime_serde")]
     pub lease_margin: Duration,
-    /// How long a prefill whose client has left may still end by itself; then it is aborted. What
-    /// has ended cannot be aborted any more, so without this its blocks stay until the lease ends.
+    /// How long a prefill that nobody waits for any more may still end by itself; then it is aborted. One
+    /// that ends in that very moment keeps its blocks until the lease ends, so a short grace saves work of
+    /// prefill engines and costs blocks.
     #[serde(with = "humantime_serde")]
     pub abandon_grace: Duration,
     /// Whether a hand-off must name enough blocks for its tokens where the registry knows the
@@ -254,7 +255,7 @@ impl Default for HandOffPolicy {
             lease: Duration::from_secs(30),
             lease_v2: Duration::from_secs(480),
             lease_margin: Duration::from_secs(5),
-            abandon_grace: Duration::from_secs(5),
+            abandon_grace: Duration::from_secs(300),
             check_block_count: true,
             address_check: AddressCheck::Known,
             registry_address: None,
