@@ -16,6 +16,7 @@ mod admin;
 mod bad_input;
 mod credentials;
 mod engine_faults;
+mod field_notes;
 mod fleet;
 mod handoff;
 mod injection;

@@ -16,6 +16,7 @@ use crate::client::Client;
 use crate::error::{Broken, HandOffRefusal, ProxyError, Stage, UpstreamFailure};
 use crate::handoff;
 use crate::lease::Lease;
+use crate::made_by::MadeBy;
 use crate::metrics::Outcome;
 use crate::pool::peer::{InFlight, Peer};
 use crate::prefill::PrefillLeg;
@@ -124,6 +125,7 @@ impl Core {
                 self.without_hand_off(HandOffRefusal::EngineGone, &exchange.request_id)?;
             }
             let peer = Arc::clone(&in_flight.peer);
+            let made_by = MadeBy::of(&self.settings, lease.as_ref().and_then(Lease::prefill), &peer);
             let failure = match self.decode(request, exchange, in_flight, lease).await {
                 Err((failure, unseen)) => {
                     lease = unseen;
@@ -142,7 +144,7 @@ impl Core {
                         }
                     }
                     match self.relay(answer, guards).await {
-                        Ok(response) => return Ok(response),
+                        Ok(response) => return Ok(made_by.shown_in(response)),
                         Err(failure) => {
                             lease = None;
                             failure
@@ -157,10 +159,15 @@ impl Core {
         }
     }
 
+    /// Why no prefill engine is to see a request.
+    fn bypass(&self, request: &ClientRequest) -> Option<BypassReason> {
+        request.bypass_below(self.settings.hand_off.min_prompt_bytes)
+    }
+
     /// A decode engine to which some prefill engine can hand off, where that matters.
     fn choose_decode(&self, request: &ClientRequest, tries: &Tries) -> Result<InFlight, ProxyError> {
         let model = Some(request.model());
-        let alone = request.bypass().is_some();
+        let alone = self.bypass(request).is_some();
         let chosen = self
             .pool
             .choose(Stage::Decode, model, &tries.decode, |decode| alone || self.pool.has_partner(decode));
@@ -228,7 +235,7 @@ impl Core {
         tries: &mut Tries,
     ) -> Result<Option<Lease>, Stopped> {
         let dialect = (!decode.hands_off_on(request.endpoint())).then_some(BypassReason::Dialect);
-        if let Some(reason) = request.bypass().or(dialect) {
+        if let Some(reason) = self.bypass(request).or(dialect) {
             self.metrics.bypassed(reason.label());
             return Ok(None);
         }
@@ -311,7 +318,7 @@ impl Core {
             Ok(hand_off) => {
                 self.metrics.decided("disaggregated", "pair");
                 self.side_channel_named(&peer, &hand_off);
-                if peer.saw_engine(&hand_off.engine_id) {
+                if peer.saw_engine(&hand_off.engine_id) | peer.saw_tp_size(hand_off.channel.tp_size) {
                     self.pool.relearn();
                 }
                 Ok(Some(Lease::open(self, hand_off, &peer, request, &exchange.request_id)))

@@ -109,6 +109,11 @@ impl Lease {
         self.hold.as_ref().map(|hold| hold.hand_off.part.clone())
     }
 
+    /// Whose blocks they are.
+    pub(crate) fn prefill(&self) -> Option<&Arc<Peer>> {
+        self.hold.as_ref().map(|hold| &hold.prefill)
+    }
+
     /// Since when the prefill engine holds the blocks.
     pub(crate) fn granted(&self) -> Option<Instant> {
         self.hold.as_ref().map(|hold| hold.granted)

@@ -82,7 +82,8 @@ impl Running {
     /// its blocks could then be named by nobody until the lease ends.
     async fn abandon(self) {
         let Self { answer, core, in_flight, request, request_id } = self;
-        let grace = core.settings.hand_off.abandon_grace;
+        let of_peer = in_flight.peer.spec.abandon_grace;
+        let grace = of_peer.unwrap_or(core.settings.hand_off.abandon_grace);
         let Ok(Ok((head, answer))) = timeout(grace, answer).await else { return };
         if !head.status().is_success() {
             return;

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use arc_swap::ArcSwap;
@@ -22,6 +22,7 @@ use crate::registry::{EngineState, canonical_base_url};
 use crate::request::Endpoint;
 use crate::side_channel::channels::{ChannelAddress, Channels, SideChannelView};
 use crate::upstream::X_DATA_PARALLEL_RANK;
+use crate::warm_up::Warmth;
 
 /// Most engine ids that are remembered of one peer: its data-parallel ranks, and some restarts.
 const MAX_ENGINE_IDS: usize = 256;
@@ -110,6 +111,10 @@ pub struct PeerSpec {
     /// How long this prefill engine keeps an unread hand-off, as configured there.
     #[serde(default, with = "humantime_serde::option", skip_serializing_if = "Option::is_none")]
     pub lease: Option<Duration>,
+    /// How long an abandoned prefill of this engine may still end by itself, in place of the fleet's
+    /// `abandon_grace`; zero where an abort frees everything.
+    #[serde(default, with = "humantime_serde::option", skip_serializing_if = "Option::is_none")]
+    pub abandon_grace: Option<Duration>,
     /// Which data-parallel rank behind the URL this is; each rank is a peer of its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dp_rank: Option<u32>,
@@ -151,6 +156,7 @@ impl PeerSpec {
             dp_size: None,
             front: None,
             lease: None,
+            abandon_grace: None,
             dp_rank: None,
             dp_split: false,
             hand_offs: None,
@@ -222,6 +228,9 @@ pub enum PeerSpecError {
     /// `lease` is out of range.
     #[error("lease must be more than 0 and at most 7 days")]
     Lease,
+    /// `abandon_grace` is out of range, or not a prefill engine's.
+    #[error("abandon_grace is for prefill engines and at most 7 days")]
+    AbandonGrace,
     /// The data-parallel rank is not one of so many, or there is nothing to split.
     #[error("dp_rank must be below dp_size and below {MAX_RANKS}; dp_split needs dp_size and no dp_rank")]
     Ranks,
@@ -263,6 +272,8 @@ pub(crate) struct Observed {
     /// How often the ids in it have changed.
     pub(crate) models_changed: u64,
     pub(crate) engine_ids: BTreeSet<String>,
+    /// Tensor-parallel size, as its last hand-off said.
+    pub(crate) tp_size: Option<u32>,
     pub(crate) last_error: Option<PeerFault>,
 }
 
@@ -314,7 +325,10 @@ pub(crate) struct Peer {
     /// Its URL in canonical spelling.
     pub(crate) address: Option<String>,
     in_flight: AtomicUsize,
+    /// Whether a hand-off of it has named an address that only its own host can use.
+    private_address: AtomicBool,
     pub(crate) standing: Standing,
+    pub(crate) warmth: Warmth,
     probed: Mutex<Option<Instant>>,
     /// Prefill engines that this decode engine has read from; emptied when it may have restarted.
     met: RwLock<HashSet<String>>,
@@ -360,6 +374,9 @@ impl Peer {
         if spec.lease.is_some_and(|lease| lease.is_zero() || lease > MAX_LEASE) {
             return Err(PeerSpecError::Lease);
         }
+        if spec.abandon_grace.is_some_and(|grace| grace > MAX_LEASE || spec.role != Role::Prefill) {
+            return Err(PeerSpecError::AbandonGrace);
+        }
         let size = spec.dp_size.unwrap_or(MAX_RANKS);
         let unsplittable = spec.dp_split && (spec.dp_size.is_none() || spec.dp_rank.is_some());
         if unsplittable || spec.dp_rank.is_some_and(|rank| rank >= size) {
@@ -383,7 +400,9 @@ impl Peer {
             prefix,
             replaced_authorization,
             in_flight: AtomicUsize::new(0),
+            private_address: AtomicBool::new(false),
             standing: Standing::default(),
+            warmth: Warmth::default(),
             probed: Mutex::default(),
             met: RwLock::default(),
             observed: RwLock::new(observed),
@@ -464,7 +483,7 @@ impl Peer {
 
     /// Whether it answers and may have new requests.
     pub(crate) fn is_open(&self) -> bool {
-        self.standing.is_open() && self.is_ready()
+        self.standing.is_open() && self.is_ready() && self.warmth.is_warm()
     }
 
     /// The connector generation: the operator's word, else the registry's, else by its version.
@@ -490,6 +509,20 @@ impl Peer {
             observed.engine_ids.clear();
         }
         observed.engine_ids.insert(engine_id.to_owned())
+    }
+
+    /// Remembers that a hand-off named such an address; whether it is the first one.
+    pub(crate) fn is_first_private_address(&self) -> bool {
+        !self.private_address.swap(true, Ordering::Relaxed)
+    }
+
+    /// Remembers the tensor-parallel size that a hand-off of this peer told; whether it is another one.
+    pub(crate) fn saw_tp_size(&self, tp_size: u32) -> bool {
+        if self.observed.read().tp_size == Some(tp_size) {
+            return false;
+        }
+        self.observed.write().tp_size = Some(tp_size);
+        true
     }
 
     /// Remembers that this decode engine has read from that prefill engine.

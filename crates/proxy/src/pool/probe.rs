@@ -17,6 +17,7 @@ use crate::request_id::RequestId;
 use crate::settings::Probe;
 use crate::splice::Spliced;
 use crate::upstream::{Leg, Upstream, own_headers};
+use crate::warm_up;
 
 /// Largest model list or version that a probe reads, in bytes.
 const PROBE_LIMIT: usize = 4 << 20;
@@ -56,13 +57,16 @@ pub(crate) fn probe_soon(core: &Arc<Core>, peer: Arc<Peer>) {
     tasks.spawn(async move {
         tokio::select! {
             () = core.stop.cancelled() => {}
-            shows_news = probe(&peer, &core.upstream, &core.settings.probe) => {
-                if shows_news {
-                    core.pool.relearn();
-                }
-            }
+            () = probe_and_warm_up(&core, &peer) => {}
         }
     });
+}
+
+async fn probe_and_warm_up(core: &Arc<Core>, peer: &Arc<Peer>) {
+    if probe(peer, &core.upstream, &core.settings.probe).await {
+        core.pool.relearn();
+    }
+    warm_up::after_probe(core, peer).await;
 }
 
 /// Probes one peer once and records what was seen; whether it shows itself as another one.
