@@ -106,6 +106,7 @@ async fn item_29_an_answer_names_its_peers_where_that_is_wanted() {
     }
     let mut alone = completion(PROMPT, 3);
     alone["n"] = json!(2);
+    alone["temperature"] = json!(0.5);
     assert_eq!(names(&cluster.post(COMPLETIONS, &alone).await), [String::new(), "d-right".into()]);
     cluster.finish().await;
 
@@ -155,8 +156,11 @@ async fn item_38_a_429_of_decode_leaves_no_prefill_work_behind() {
 
 #[tokio::test]
 async fn item_35_and_37_while_prefill_fails_no_decode_leg_waits_for_it() {
-    let cluster =
-        Cluster::builder().config(|config| config.retry.attempts = 0).warns(&["engine failed"]).start().await;
+    let cluster = Cluster::builder()
+        .config(|config| config.retry.attempts = 0)
+        .warns(&["engine failed", "prefill_failed"])
+        .start()
+        .await;
     for (status, shown) in [(400, 400), (429, 429), (503, 502)] {
         arm(cluster.p(), Leg::Prefill, refuse(status));
         assert_eq!(cluster.post(COMPLETIONS, &completion(PROMPT, 4)).await.status, shown);
@@ -208,30 +212,64 @@ async fn item_40_whether_an_abandoned_prefill_is_aborted_is_said_per_peer() {
     assert_eq!(spec.check(), Err(PeerSpecError::AbandonGrace));
 }
 
-/// Ports of side channels come from the engines.
-#[test]
-fn item_48_no_port_of_a_side_channel_is_a_constant() {
-    let mut folders =
-        vec![std::path::PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/crates/proxy/src"))];
-    let mut read = 0;
+/// All Rust files of the repository.
+fn sources() -> Vec<std::path::PathBuf> {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut folders: Vec<_> =
+        ["crates", "routes", "src", "tests"].iter().map(|name| root.join(name)).collect();
+    let mut files = Vec::new();
     while let Some(folder) = folders.pop() {
         for entry in std::fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
-            if path.is_dir() {
-                folders.push(path);
-                continue;
-            }
-            let text = std::fs::read_to_string(&path).unwrap();
-            let code = text.split("#[cfg(test)]").next().unwrap();
-            let is_test =
-                path.components().any(|part| part.as_os_str() == "tests") || path.ends_with("tests.rs");
-            read += 1;
-            for port in ["5557", "5600"] {
-                assert!(is_test || !code.contains(port), "{} holds {port}", path.display());
+            match path.extension() {
+                _ if path.is_dir() => folders.push(path),
+                Some(extension) if extension == "rs" => files.push(path),
+                _ => {}
             }
         }
     }
-    assert!(read > 50, "{read} files");
+    assert!(files.len() > 300, "{} files", files.len());
+    files
+}
+
+/// Behaviours that no test proves.
+const NOT_YET: [u32; 2] = [50, 54];
+
+/// The page of all behaviours names at least one test of each, and none that does not exist.
+#[test]
+fn every_behaviour_of_the_page_has_a_test_of_its_number() {
+    let page = include_str!("../../docs/behaviours.md");
+    let code: String = sources().iter().map(|path| std::fs::read_to_string(path).unwrap()).collect();
+    let mut tests: std::collections::BTreeMap<u32, usize> = std::collections::BTreeMap::new();
+    let mut number = 0;
+    for line in page.lines() {
+        if let Some(rest) = line.strip_prefix("- **") {
+            number = rest.split("**").next().unwrap().parse().unwrap();
+            assert_eq!(tests.insert(number, 0), None, "{number} is there twice");
+        } else if let Some(name) = line.strip_prefix("  - `").and_then(|rest| rest.strip_suffix('`')) {
+            assert!(code.contains(&format!("fn {name}(")), "{name} does not exist");
+            let numbers = name.strip_prefix("item_").unwrap();
+            let is_its = numbers.split('_').any(|part| part.parse() == Ok(number));
+            assert!(is_its, "{name} stands under {number}");
+            *tests.get_mut(&number).unwrap() += 1;
+        }
+    }
+    assert_eq!(tests.len(), 60);
+    let without: Vec<u32> = tests.iter().filter(|(_, count)| **count == 0).map(|(number, _)| *number).collect();
+    assert_eq!(without, NOT_YET, "without a test");
+}
+
+/// Ports of side channels come from the engines.
+#[test]
+fn item_48_no_port_of_a_side_channel_is_a_constant() {
+    for path in sources().iter().filter(|path| path.to_string_lossy().contains("/proxy/src/")) {
+        let text = std::fs::read_to_string(path).unwrap();
+        let code = text.split("#[cfg(test)]").next().unwrap();
+        let is_test = path.components().any(|part| part.as_os_str() == "tests") || path.ends_with("tests.rs");
+        for port in ["5557", "5600"] {
+            assert!(is_test || !code.contains(port), "{} holds {port}", path.display());
+        }
+    }
 }
 
 #[tokio::test]
@@ -361,6 +399,7 @@ async fn item_66_the_time_from_prefill_to_decodes_first_byte_is_measured() {
     assert_eq!(cluster.metric("kvbaton_hand_over_seconds_count", &[]).await, 2.0);
     let mut alone = completion(PROMPT, 3);
     alone["n"] = json!(2);
+    alone["temperature"] = json!(0.5);
     assert_eq!(cluster.post(COMPLETIONS, &alone).await.status, 200);
     assert_eq!(cluster.metric("kvbaton_hand_over_seconds_count", &[]).await, 2.0);
     cluster.finish().await;

@@ -126,7 +126,7 @@ impl Core {
             }
             let peer = Arc::clone(&in_flight.peer);
             let made_by = MadeBy::of(&self.settings, lease.as_ref().and_then(Lease::prefill), &peer);
-            let failure = match self.decode(request, exchange, in_flight, lease).await {
+            let failure = match self.decode(request, exchange, in_flight, lease, tries.resent).await {
                 Err((failure, unseen)) => {
                     lease = unseen;
                     failure
@@ -216,7 +216,7 @@ impl Core {
             headers: own_headers(&RequestId::accept(None)),
             body: Spliced::from(Bytes::new()),
         };
-        self.upstream.send(leg, self.settings.probe.timeout).await.is_ok()
+        self.upstream.send_anew(leg, self.settings.probe.timeout).await.is_ok()
     }
 
     /// Another decode engine, if there is one and the budgets allow it.
@@ -255,7 +255,7 @@ impl Core {
                 Err(nobody) => return self.without_prefill(failed.unwrap_or(nobody), exchange),
             };
             let peer = Arc::clone(&in_flight.peer);
-            let fault = match self.prefill(request, exchange, in_flight).await {
+            let fault = match self.prefill(request, exchange, in_flight, tries.resent).await {
                 Ok(prefilled) => return prefilled,
                 Err(fault) => fault,
             };
@@ -283,11 +283,12 @@ impl Core {
         request: &ClientRequest,
         exchange: &Exchange,
         in_flight: InFlight,
+        anew: bool,
     ) -> Result<Result<Option<Lease>, Stopped>, PrefillFault> {
         let peer = Arc::clone(&in_flight.peer);
         let headers = request_headers(&exchange.headers, &exchange.request_id);
         let began = Instant::now();
-        let mut leg = PrefillLeg::start(self, in_flight, request, &exchange.request_id, headers);
+        let mut leg = PrefillLeg::start(self, in_flight, request, &exchange.request_id, headers, anew);
         let (head, answer) = match leg.answer().await {
             Ok(answered) => answered,
             Err(failure) => return Err(PrefillFault::Broke(failure)),
@@ -375,6 +376,7 @@ impl Core {
         exchange: &Exchange,
         in_flight: InFlight,
         mut lease: Option<Lease>,
+        anew: bool,
     ) -> Result<(Response<Incoming>, Guards), (UpstreamFailure, Option<Lease>)> {
         let peer = Arc::clone(&in_flight.peer);
         let handed_over = lease.as_ref().and_then(Lease::granted);
@@ -391,7 +393,10 @@ impl Core {
             lease.dispatched(&peer);
         }
         let began = Instant::now();
-        let answer = match self.upstream.send(leg, self.settings.timeouts.decode_head).await {
+        let head = self.settings.timeouts.decode_head;
+        let sent =
+            if anew { self.upstream.send_anew(leg, head).await } else { self.upstream.send(leg, head).await };
+        let answer = match sent {
             Ok(answer) => answer,
             Err(failure) => {
                 let unseen = retry::after_decode(failure) == Verdict::AgainWithTheSameHandOff;

@@ -302,7 +302,7 @@ impl Hold {
         };
         let deadline = self.core.settings.timeouts.release;
         let response = match self.core.upstream.send(leg(body.clone()), deadline).await {
-            Err(failure) if failure.stale => self.core.upstream.send(leg(body), deadline).await?,
+            Err(failure) if failure.stale => self.core.upstream.send_anew(leg(body), deadline).await?,
             sent => sent?,
         };
         let status = response.status();

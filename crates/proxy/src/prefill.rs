@@ -36,13 +36,14 @@ struct Running {
 }
 
 impl PrefillLeg {
-    /// Prepares the leg; it is sent when its answer is first awaited.
+    /// Prepares the leg; it is sent when its answer is first awaited, `anew` on a connection of its own.
     pub(crate) fn start(
         core: &Arc<Core>,
         in_flight: InFlight,
         request: &ClientRequest,
         request_id: &RequestId,
         headers: HeaderMap,
+        anew: bool,
     ) -> Self {
         let peer = Arc::clone(&in_flight.peer);
         // That generation hands off only what ended by length.
@@ -51,7 +52,7 @@ impl PrefillLeg {
         let exchange = Arc::clone(core);
         let answer = Box::pin(async move {
             let leg = Leg { stage: Stage::Prefill, peer: &peer, method: Method::POST, path, headers, body };
-            exchange.whole_answer(leg).await
+            exchange.whole_answer(leg, anew).await
         });
         let (request, request_id) = (request.clone(), request_id.clone());
         let running = Running { answer, core: Arc::clone(core), in_flight, request, request_id };
@@ -107,11 +108,16 @@ impl Core {
         move |engine_id| if check { self.registry.tokens_per_block(engine_id) } else { None }
     }
 
-    async fn whole_answer(&self, leg: Leg<'_>) -> Answered {
+    async fn whole_answer(&self, leg: Leg<'_>, anew: bool) -> Answered {
         let stage = leg.stage;
         let deadline = self.settings.timeouts.prefill;
         let exchange = async {
-            let (head, body) = self.upstream.send(leg, deadline).await?.into_parts();
+            let sent = if anew {
+                self.upstream.send_anew(leg, deadline).await
+            } else {
+                self.upstream.send(leg, deadline).await
+            };
+            let (head, body) = sent?.into_parts();
             let answer = self.upstream.collect(stage, body, self.settings.limits.answer_bytes).await?;
             Ok((Response::from_parts(head, ()), answer))
         };

@@ -150,7 +150,7 @@ async fn exercise(core: &Arc<Core>, prefill: &Arc<Peer>, decode: &Arc<Peer>) -> 
     let Some(model) = common_model(prefill, decode) else { return Ok(()) };
     let request = request(&model)?;
     let id = RequestId::accept(None);
-    let mut leg = PrefillLeg::start(core, prefill.enter(), &request, &id, own_headers(&id));
+    let mut leg = PrefillLeg::start(core, prefill.enter(), &request, &id, own_headers(&id), true);
     let (head, answer) = leg.answer().await?;
     if !head.status().is_success() {
         return Err(NotWarm::Status { stage: Stage::Prefill, status: head.status() });

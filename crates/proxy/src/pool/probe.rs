@@ -203,7 +203,7 @@ async fn get(
     path: &'static str,
 ) -> Result<(StatusCode, Bytes), UpstreamFailure> {
     let stage = peer.spec.role.stage();
-    let leg = Leg {
+    let leg = || Leg {
         stage,
         peer,
         method: Method::GET,
@@ -211,7 +211,10 @@ async fn get(
         headers: own_headers(&RequestId::accept(None)),
         body: Spliced::from(Bytes::new()),
     };
-    let response = upstream.send(leg, Duration::MAX).await?;
+    let response = match upstream.send(leg(), Duration::MAX).await {
+        Err(failure) if failure.stale => upstream.send_anew(leg(), Duration::MAX).await?,
+        sent => sent?,
+    };
     let status = response.status();
     let body = upstream.collect(stage, response.into_body(), PROBE_LIMIT).await?;
     Ok((status, body))
