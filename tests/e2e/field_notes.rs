@@ -255,7 +255,8 @@ fn every_behaviour_of_the_page_has_a_test_of_its_number() {
         }
     }
     assert_eq!(tests.len(), 60);
-    let without: Vec<u32> = tests.iter().filter(|(_, count)| **count == 0).map(|(number, _)| *number).collect();
+    let without: Vec<u32> =
+        tests.iter().filter(|(_, count)| **count == 0).map(|(number, _)| *number).collect();
     assert_eq!(without, NOT_YET, "without a test");
 }
 

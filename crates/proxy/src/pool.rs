@@ -6,6 +6,7 @@ pub(crate) mod operator;
 pub(crate) mod pairing;
 pub(crate) mod peer;
 pub(crate) mod probe;
+mod spec;
 pub(crate) mod standing;
 
 use std::collections::{BTreeMap, HashMap};
