@@ -168,6 +168,7 @@ pub(super) fn peer_spec_face(error: &PeerSpecError) -> Face {
         PeerSpecError::SideChannel => Face::invalid("invalid_peer").param("kv_host"),
         PeerSpecError::SideChannelAddress => Face::invalid("invalid_peer").param("side_channel"),
         PeerSpecError::Size => Face::invalid("invalid_peer").param("tp_size"),
+        PeerSpecError::AbandonGrace => Face::invalid("invalid_peer").param("abandon_grace"),
         PeerSpecError::Lease => Face::invalid("invalid_peer").param("lease"),
         PeerSpecError::Ranks => Face::invalid("invalid_peer").param("dp_rank"),
         PeerSpecError::Notify => Face::invalid("invalid_peer").param("notify"),

@@ -17,6 +17,7 @@ mod bad_input;
 mod chaos;
 mod credentials;
 mod engine_faults;
+mod field_notes;
 mod fleet;
 mod handoff;
 mod injection;

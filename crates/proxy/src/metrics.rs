@@ -182,7 +182,7 @@ impl Metrics {
         registry.register(
             "peers",
             "Peers by stage and condition: open to new requests, unready, closed by their engine, drained, \
-             leaving; those kept from hand-offs also as quarantined",
+             leaving, cold while they make their first hand-offs; those kept from hand-offs also as quarantined",
             metrics.peers.clone(),
         );
         registry.register(

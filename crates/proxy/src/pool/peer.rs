@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use arc_swap::ArcSwap;
@@ -21,6 +21,7 @@ use crate::registry::{EngineState, canonical_base_url};
 use crate::request::Endpoint;
 use crate::side_channel::channels::{Channels, SideChannelView};
 use crate::upstream::X_DATA_PARALLEL_RANK;
+use crate::warm_up::Warmth;
 
 /// Most engine ids that are remembered of one peer: its data-parallel ranks, and some restarts.
 const MAX_ENGINE_IDS: usize = 256;
@@ -40,6 +41,8 @@ pub(crate) struct Observed {
     /// How often the ids in it have changed.
     pub(crate) models_changed: u64,
     pub(crate) engine_ids: BTreeSet<String>,
+    /// Tensor-parallel size, as its last hand-off said.
+    pub(crate) tp_size: Option<u32>,
     pub(crate) last_error: Option<PeerFault>,
 }
 
@@ -91,7 +94,10 @@ pub(crate) struct Peer {
     /// Its URL in canonical spelling.
     pub(crate) address: Option<String>,
     in_flight: AtomicUsize,
+    /// Whether a hand-off of it has named an address that only its own host can use.
+    private_address: AtomicBool,
     pub(crate) standing: Standing,
+    pub(crate) warmth: Warmth,
     probed: Mutex<Option<Instant>>,
     /// Prefill engines that this decode engine has read from; emptied when it may have restarted.
     met: RwLock<HashSet<String>>,
@@ -137,7 +143,9 @@ impl Peer {
             prefix,
             replaced_authorization,
             in_flight: AtomicUsize::new(0),
+            private_address: AtomicBool::new(false),
             standing: Standing::default(),
+            warmth: Warmth::default(),
             probed: Mutex::default(),
             met: RwLock::default(),
             observed: RwLock::new(observed),
@@ -218,7 +226,7 @@ impl Peer {
 
     /// Whether it answers and may have new requests.
     pub(crate) fn is_open(&self) -> bool {
-        self.standing.is_open() && self.is_ready()
+        self.standing.is_open() && self.is_ready() && self.warmth.is_warm()
     }
 
     /// The connector generation: the operator's word, else the registry's, else by its version.
@@ -244,6 +252,20 @@ impl Peer {
             observed.engine_ids.clear();
         }
         observed.engine_ids.insert(engine_id.to_owned())
+    }
+
+    /// Remembers that a hand-off named such an address; whether it is the first one.
+    pub(crate) fn is_first_private_address(&self) -> bool {
+        !self.private_address.swap(true, Ordering::Relaxed)
+    }
+
+    /// Remembers the tensor-parallel size that a hand-off of this peer told; whether it is another one.
+    pub(crate) fn saw_tp_size(&self, tp_size: u32) -> bool {
+        if self.observed.read().tp_size == Some(tp_size) {
+            return false;
+        }
+        self.observed.write().tp_size = Some(tp_size);
+        true
     }
 
     /// Remembers that this decode engine has read from that prefill engine.

@@ -92,6 +92,10 @@ pub struct PeerSpec {
     /// How long this prefill engine keeps an unread hand-off, as configured there.
     #[serde(default, with = "humantime_serde::option", skip_serializing_if = "Option::is_none")]
     pub lease: Option<Duration>,
+    /// How long an abandoned prefill of this engine may still end by itself, in place of the fleet's
+    /// `abandon_grace`; zero where an abort frees everything.
+    #[serde(default, with = "humantime_serde::option", skip_serializing_if = "Option::is_none")]
+    pub abandon_grace: Option<Duration>,
     /// Which data-parallel rank behind the URL this is; each rank is a peer of its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dp_rank: Option<u32>,
@@ -133,6 +137,7 @@ impl PeerSpec {
             dp_size: None,
             front: None,
             lease: None,
+            abandon_grace: None,
             dp_rank: None,
             dp_split: false,
             hand_offs: None,
@@ -185,6 +190,9 @@ impl PeerSpec {
         if self.lease.is_some_and(|lease| lease.is_zero() || lease > MAX_LEASE) {
             return Err(PeerSpecError::Lease);
         }
+        if self.abandon_grace.is_some_and(|grace| grace > MAX_LEASE || self.role != Role::Prefill) {
+            return Err(PeerSpecError::AbandonGrace);
+        }
         let size = self.dp_size.unwrap_or(MAX_RANKS);
         let unsplittable = self.dp_split && (self.dp_size.is_none() || self.dp_rank.is_some());
         if unsplittable || self.dp_rank.is_some_and(|rank| rank >= size) {
@@ -236,6 +244,9 @@ pub enum PeerSpecError {
     /// `lease` is out of range.
     #[error("lease must be more than 0 and at most 7 days")]
     Lease,
+    /// `abandon_grace` is out of range, or not a prefill engine's.
+    #[error("abandon_grace is for prefill engines and at most 7 days")]
+    AbandonGrace,
     /// The data-parallel rank is not one of so many, or there is nothing to split.
     #[error("dp_rank must be below dp_size and below {MAX_RANKS}; dp_split needs dp_size and no dp_rank")]
     Ranks,
