@@ -269,6 +269,9 @@ fn upstream_face(failure: &UpstreamFailure) -> Face {
 }
 
 fn registry_face(error: &RegistryError) -> Face {
+    let conflict = |code, param: &'static str| {
+        Face::new(StatusCode::CONFLICT, Class::InvalidRequest, code).param(param)
+    };
     match error {
         RegistryError::Malformed { .. } => Face::invalid("malformed_payload"),
         RegistryError::EngineMismatch { .. } => {
@@ -278,6 +281,12 @@ fn registry_face(error: &RegistryError) -> Face {
             Face::new(StatusCode::PAYLOAD_TOO_LARGE, Class::InvalidRequest, "body_too_large")
         }
         RegistryError::Invalid { field, .. } => Face::invalid("invalid_registration").param(*field),
+        RegistryError::EngineIdTaken { .. } => conflict("engine_id_taken", "engine_id"),
+        RegistryError::AddressTaken { .. } => conflict("address_taken", "base_url"),
+        RegistryError::Contended { .. } => conflict("registration_contended", "engine_id"),
+        RegistryError::StoreUnavailable => {
+            Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, "store_unavailable").retry()
+        }
         RegistryError::UnknownEngine { .. } => Face::absent("unknown_engine").param("engine_id"),
         RegistryError::TooManyWatchers { .. } => {
             Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, "too_many_watchers").retry()
@@ -395,6 +404,10 @@ mod tests {
             ),
             (RegistryError::UnknownEngine { engine_id: text() }.into(), 404, "unknown_engine"),
             (RegistryError::TooManyWatchers { limit: 1 }.into(), 503, "too_many_watchers"),
+            (RegistryError::EngineIdTaken { engine_id: text() }.into(), 409, "engine_id_taken"),
+            (RegistryError::AddressTaken { holder: text() }.into(), 409, "address_taken"),
+            (RegistryError::Contended { engine_id: text() }.into(), 409, "registration_contended"),
+            (RegistryError::StoreUnavailable.into(), 503, "store_unavailable"),
             (RouteError::EngineNotReady { engine_id: text() }, 409, "engine_not_ready"),
             (PeerSpecError::Url { url: text() }.into(), 400, "invalid_peer"),
             (PeerSpecError::Scheme { url: text() }.into(), 400, "invalid_peer"),

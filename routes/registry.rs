@@ -85,7 +85,7 @@ pub(crate) async fn register(
     request: Request,
 ) -> Result<(StatusCode, Json<EngineReceipt>), RouteError> {
     let body: RegisterBody = read_structured(request, state.limits.body_bound()).await?;
-    let receipt = state.proxy.registry().register(body.into_registration(engine_id.clone()))?;
+    let receipt = state.proxy.register_engine(body.into_registration(engine_id.clone())).await?;
     let status = if receipt.created { StatusCode::CREATED } else { StatusCode::OK };
     let receipt = EngineReceipt {
         engine_id,
@@ -105,7 +105,7 @@ pub(crate) async fn heartbeat(
     let mut bound = state.limits.body_bound();
     bound.bytes = bound.bytes.min(HEARTBEAT_BYTES);
     let body: HeartbeatBody = read_structured(request, bound).await?;
-    let receipt = state.proxy.registry().heartbeat(&engine_id, &body.into())?;
+    let receipt = state.proxy.heartbeat(&engine_id, &body.into()).await?;
     Ok(Json(HeartbeatReceipt {
         revision: receipt.revision,
         ttl_seconds: receipt.ttl.map(|ttl| ttl.as_secs_f64()),
@@ -117,7 +117,7 @@ pub(crate) async fn remove(
     Shared(proxy): Shared<Proxy>,
     Segments(engine_id): Segments<String>,
 ) -> Result<StatusCode, RouteError> {
-    if proxy.registry().remove(&engine_id) {
+    if proxy.remove_engine(&engine_id).await? {
         Ok(StatusCode::NO_CONTENT)
     } else {
         Err(RouteError::UnknownEngine { engine_id })

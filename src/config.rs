@@ -8,7 +8,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use kvbaton_proxy::{
-    HandOffPolicy, Limits, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, Settings, Timeouts,
+    HandOffPolicy, Limits, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, Settings, StoreSettings, Timeouts,
 };
 use serde::{Deserialize, Serialize};
 
@@ -48,6 +48,8 @@ pub struct Config {
     pub retry: Retry,
     /// Bounds on memory.
     pub limits: Limits,
+    /// Where what several routers must agree on is kept.
+    pub store: StoreSettings,
 }
 
 impl Default for Config {
@@ -66,6 +68,7 @@ impl Default for Config {
             pairing: Pairing::default(),
             retry: Retry::default(),
             limits: Limits::default(),
+            store: StoreSettings::default(),
         }
     }
 }
@@ -166,6 +169,7 @@ impl Config {
             pairing: self.pairing.clone(),
             retry: self.retry.clone(),
             limits: self.limits.clone(),
+            store: self.store.clone(),
         }
     }
 
@@ -216,6 +220,9 @@ impl Config {
             if value > LONGEST {
                 wrong(key, "is longer than a week".into(), "give a duration such as \"30s\"");
             }
+        }
+        for (key, fault) in self.store.faults() {
+            wrong(key, fault.to_string(), "see the section `[store]` in the README");
         }
         if let Err(error) = crate::telemetry::filter(&self.log.level) {
             wrong("log.level", error.to_string(), "error, warn, info, debug or trace");

@@ -87,6 +87,11 @@ fn schema() -> Table {
     peer.lease = Some(std::time::Duration::from_secs(1));
     let mut sample = Config { prefill: vec![peer.clone()], decode: vec![peer], ..Config::default() };
     sample.admin.token = Some("token".into());
+    sample.store.user = Some("user".into());
+    sample.store.password = Some("password".into());
+    for file in [&mut sample.store.ca, &mut sample.store.cert, &mut sample.store.key] {
+        *file = Some("file.pem".into());
+    }
     let mut table = Table::try_from(sample).unwrap_or_default();
     for list in ["prefill", "decode"] {
         if let Some(Value::Array(peers)) = table.get_mut(list) {
@@ -172,12 +177,17 @@ fn typed(text: &str, like: Option<&Value>) -> Value {
         Some(Value::Integer(_)) => text.parse().map_or_else(|_| as_text(), Value::Integer),
         Some(Value::Float(_)) => text.parse().map_or_else(|_| as_text(), Value::Float),
         Some(Value::Boolean(_)) => text.parse().map_or_else(|_| as_text(), Value::Boolean),
-        Some(Value::Array(_)) => {
+        Some(Value::Array(sample)) => {
             let urls = text.split(',').map(str::trim).filter(|url| !url.is_empty());
-            Value::Array(urls.map(peer_table).collect())
+            let item = |url: &str| if is_peers(sample) { peer_table(url) } else { Value::String(url.to_owned()) };
+            Value::Array(urls.map(item).collect())
         }
         _ => as_text(),
     }
+}
+
+fn is_peers(sample: &[Value]) -> bool {
+    sample.first().is_some_and(Value::is_table)
 }
 
 fn peer_table(url: &str) -> Value {
@@ -224,7 +234,7 @@ fn check(entry: &Entry, schema: &Table) -> Result<(), Vec<ConfigFault>> {
     let key = entry.path.join(".");
     match lookup(schema, &entry.path) {
         None => faults.push(unknown(entry, &key, schema)),
-        Some(Value::Array(sample)) => check_peers(entry, &key, sample, &mut faults),
+        Some(Value::Array(sample)) if is_peers(sample) => check_peers(entry, &key, sample, &mut faults),
         Some(_) => {
             let mut alone = Table::new();
             set(&mut alone, &entry.path, entry.value.clone());

@@ -19,6 +19,8 @@ mod program;
 mod registry;
 mod registry_v1;
 mod retry;
+#[cfg(feature = "etcd")]
+mod store;
 mod stream;
 mod stream_faults;
 mod support;

@@ -18,6 +18,7 @@ mod request_id;
 mod retry;
 mod settings;
 pub mod splice;
+mod store;
 mod stream;
 mod upstream;
 
@@ -51,11 +52,13 @@ pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{
     HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Timeouts, UnknownPairs,
 };
+pub use store::{StoreFault, StoreKind, StoreSettings, StoreView};
 pub use stream::{RelayBody, RelayError};
 
 use ledger::Ledger;
 use metrics::Metrics;
 use pool::Pool;
+use store::{Storage as _, Store};
 use upstream::Upstream;
 
 /// What every part of the core shares.
@@ -65,6 +68,7 @@ struct Core {
     upstream: Upstream,
     ledger: Ledger,
     registry: Registry,
+    store: Store,
     retries: retry::Budget,
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
@@ -85,14 +89,16 @@ impl Proxy {
     pub fn start(settings: Settings, tasks: TaskTracker, stop: CancellationToken) -> Self {
         let metrics = Metrics::new();
         let upstream = Upstream::new(&settings.timeouts, tasks.clone());
+        let registry = Registry::new(RegistryLimits {
+            payload_bytes: settings.limits.payload_bytes,
+            engines: settings.limits.registry_engines,
+            ..RegistryLimits::default()
+        });
         let core = Arc::new(Core {
             retries: retry::Budget::new(settings.retry.clone()),
             ledger: Ledger::new(Arc::clone(&metrics)),
-            registry: Registry::new(RegistryLimits {
-                payload_bytes: settings.limits.payload_bytes,
-                engines: settings.limits.registry_engines,
-                ..RegistryLimits::default()
-            }),
+            store: Store::start(&settings.store, registry.clone(), &tasks, &stop),
+            registry,
             pool: Pool::default(),
             upstream,
             metrics,
@@ -202,16 +208,62 @@ impl Proxy {
         self.core.registry.close();
     }
 
-    /// The handshake registry.
+    /// The handshake registry: what this router knows, to read from. What engines say goes through
+    /// the methods below, so that all routers of the store hear it.
     #[must_use]
     pub fn registry(&self) -> &Registry {
         &self.core.registry
+    }
+
+    /// Takes an engine with all its ranks, in place of what was known of it, for all routers.
+    ///
+    /// # Errors
+    /// It cannot be used, its id or address is another's, or the store is away.
+    pub async fn register_engine(&self, registration: Registration) -> Result<Receipt, RegistryError> {
+        self.core.store.register(registration).await
+    }
+
+    /// Takes one rank's payload for all routers.
+    ///
+    /// # Errors
+    /// As [`Self::register_engine`].
+    pub async fn put_rank(
+        &self,
+        engine_id: &str,
+        rank: Rank,
+        payload: Bytes,
+    ) -> Result<Registered, RegistryError> {
+        self.core.store.put_rank(engine_id, rank, payload).await
+    }
+
+    /// Takes an engine's sign of life for all routers; also while the store is away.
+    ///
+    /// # Errors
+    /// The engine is not known (any more) and has to register, a value cannot be used, or the engine
+    /// changes its state and the store is away.
+    pub async fn heartbeat(&self, engine_id: &str, heartbeat: &Heartbeat) -> Result<Receipt, RegistryError> {
+        self.core.store.heartbeat(engine_id, heartbeat).await
+    }
+
+    /// Lets an engine leave, everywhere; whether it was known.
+    ///
+    /// # Errors
+    /// The store is away.
+    pub async fn remove_engine(&self, engine_id: &str) -> Result<bool, RegistryError> {
+        self.core.store.remove(engine_id).await
+    }
+
+    /// How the store is that routers share.
+    #[must_use]
+    pub fn store(&self) -> StoreView {
+        self.core.store.view()
     }
 
     /// The metrics page, of type [`METRICS_CONTENT_TYPE`].
     #[must_use]
     pub fn metrics(&self) -> String {
         self.core.ledger.sweep();
+        self.core.metrics.store(&self.core.store.view());
         self.core.metrics.encode()
     }
 }

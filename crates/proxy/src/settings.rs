@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::request::InjectedHandOff;
+use crate::store::StoreSettings;
 
 /// What the core needs to know to serve requests.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -23,6 +24,8 @@ pub struct Settings {
     pub retry: Retry,
     /// Bounds on memory.
     pub limits: Limits,
+    /// Where what several routers must agree on is kept.
+    pub store: StoreSettings,
 }
 
 /// Which engines are paired.
