@@ -269,9 +269,8 @@ fn upstream_face(failure: &UpstreamFailure) -> Face {
 }
 
 fn registry_face(error: &RegistryError) -> Face {
-    let conflict = |code, param: &'static str| {
-        Face::new(StatusCode::CONFLICT, Class::InvalidRequest, code).param(param)
-    };
+    let conflict =
+        |code, param: &'static str| Face::new(StatusCode::CONFLICT, Class::InvalidRequest, code).param(param);
     match error {
         RegistryError::Malformed { .. } => Face::invalid("malformed_payload"),
         RegistryError::EngineMismatch { .. } => {

@@ -8,7 +8,8 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use kvbaton_proxy::{
-    HandOffPolicy, Limits, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, Settings, StoreSettings, Timeouts,
+    HandOffPolicy, Limits, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, Settings, StoreSettings,
+    Timeouts,
 };
 use serde::{Deserialize, Serialize};
 

@@ -179,7 +179,8 @@ fn typed(text: &str, like: Option<&Value>) -> Value {
         Some(Value::Boolean(_)) => text.parse().map_or_else(|_| as_text(), Value::Boolean),
         Some(Value::Array(sample)) => {
             let urls = text.split(',').map(str::trim).filter(|url| !url.is_empty());
-            let item = |url: &str| if is_peers(sample) { peer_table(url) } else { Value::String(url.to_owned()) };
+            let item =
+                |url: &str| if is_peers(sample) { peer_table(url) } else { Value::String(url.to_owned()) };
             Value::Array(urls.map(item).collect())
         }
         _ => as_text(),

@@ -18,6 +18,7 @@ mod malformed_handoff;
 mod program;
 mod registry;
 mod registry_v1;
+mod restart;
 mod retry;
 #[cfg(feature = "etcd")]
 mod store;

@@ -6,8 +6,6 @@ mod background;
 mod commit;
 mod follow;
 mod link;
-#[cfg(test)]
-mod tests;
 mod wire;
 
 use std::collections::HashMap;
@@ -42,6 +40,8 @@ pub(crate) struct Etcd {
     router: String,
     /// The revision up to which the copy holds all changes; 0 before the first.
     applied: watch::Sender<i64>,
+    /// Which store was listed.
+    store_name: Mutex<Option<Vec<u8>>>,
     up: watch::Sender<bool>,
     heard: Mutex<Option<Instant>>,
     /// Where the payloads of each engine lie, and at which revision they did.
@@ -65,6 +65,7 @@ impl Etcd {
             link: Link::new(settings),
             router: uuid::Uuid::new_v4().to_string(),
             applied: watch::Sender::new(0),
+            store_name: Mutex::default(),
             up: watch::Sender::new(false),
             heard: Mutex::new(None),
             places: Mutex::default(),

@@ -181,12 +181,7 @@ impl Etcd {
         Ok(())
     }
 
-    async fn put_engine(
-        &self,
-        plan: &Plan,
-        value: &EngineValue,
-        lease: Lease,
-    ) -> Result<Outcome, LinkFault> {
+    async fn put_engine(&self, plan: &Plan, value: &EngineValue, lease: Lease) -> Result<Outcome, LinkFault> {
         let (record, engine_id) = (&plan.record, &plan.record.engine_id);
         let key = self.keys.engine(engine_id);
         let mut compares = vec![match plan.stored {

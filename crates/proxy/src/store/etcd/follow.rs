@@ -67,12 +67,15 @@ impl Etcd {
     }
 
     async fn try_to_follow(&self) -> Result<Infallible, LinkFault> {
-        let newest = self.link.newest_revision(self.keys.state()).await?;
+        // Its revisions continue those of before only if it is the same store: one that lost its data
+        // counts anew, and may have come further by now.
+        let (name, newest) = self.link.value_or(&self.keys.name(), &self.router).await?;
         let applied = *self.applied.borrow();
         let is_first = applied == 0;
-        // An etcd that counts from an earlier number on has lost its data or got other ones.
-        if is_first || newest < applied {
+        let is_same = self.store_name.lock().as_deref() == Some(name.as_slice());
+        if is_first || !is_same || newest < applied {
             self.list().await?;
+            *self.store_name.lock() = Some(name);
         }
         let doubtful = if is_first { None } else { Some((newest, Instant::now() + DOUBTFUL)) };
         loop {
@@ -156,7 +159,8 @@ impl Etcd {
                 (Subject::Engine(id), EventType::Delete) => changes.gone.push(id),
                 (Subject::Clock(_), EventType::Put) => changes.clocks.push(value.clone()),
                 (Subject::Removal, EventType::Put) => {
-                    changes.removed = wire::read(value.value()).ok().map(|removal: Removal| removal.engine_id);
+                    changes.removed =
+                        wire::read(value.value()).ok().map(|removal: Removal| removal.engine_id);
                 }
                 _ => {}
             }

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
 use etcd_client::{
-    Certificate, Client, ConnectOptions, Error as EtcdError, GetOptions, GetResponse, Identity, KeyValue,
-    TlsOptions, Txn, TxnResponse, WatchOptions, WatchStream,
+    Certificate, Client, Compare, CompareOp, ConnectOptions, Error as EtcdError, GetOptions, GetResponse, Identity, KeyValue,
+    TlsOptions, Txn, TxnOp, TxnOpResponse, TxnResponse, WatchOptions, WatchStream,
 };
 
 use crate::store::settings::StoreSettings;
@@ -125,6 +125,20 @@ impl Link {
     pub(super) async fn newest_revision(&self, key: &str) -> Result<i64, LinkFault> {
         let answer = self.get(key, GetOptions::new().with_count_only()).await?;
         Ok(answer.header().ok_or(LinkFault::NoHeader)?.revision())
+    }
+
+    /// The value of a key, which is given this one if it has none, and etcd's newest revision.
+    pub(super) async fn value_or(&self, key: &str, value: &str) -> Result<(Vec<u8>, i64), LinkFault> {
+        let is_absent = Compare::version(key, CompareOp::Equal, 0);
+        let (put, get) = (TxnOp::put(key, value, None), TxnOp::get(key, None));
+        let answer = self.transact(Txn::new().when([is_absent]).and_then([put]).or_else([get])).await?;
+        let revision = answer.header().ok_or(LinkFault::NoHeader)?.revision();
+        let found = answer.op_responses().pop().and_then(|response| match response {
+            TxnOpResponse::Get(mut found) => found.take_kvs().pop(),
+            _ => None,
+        });
+        let found = found.map_or_else(|| value.as_bytes().to_vec(), |found| found.into_key_value().1);
+        Ok((found, revision))
     }
 
     /// Everything below a prefix, as it was at one revision.

@@ -69,6 +69,11 @@ impl Keys {
         format!("{}removal", self.state)
     }
 
+    /// Which store this is: written once, by the first router.
+    pub(super) fn name(&self) -> String {
+        format!("{}name", self.state)
+    }
+
     /// A key that is followed and means nothing: its changes mark a place among the others.
     pub(super) fn mark(&self) -> String {
         format!("{}mark", self.state)
