@@ -1,15 +1,23 @@
 //! The operator's view and control of the fleet: peers and live hand-offs.
 //! Must never hold state of its own: every answer is read from the core.
 
+use std::time::Duration;
+
 use axum::Json;
 use axum::extract::State as Shared;
 use http::StatusCode;
 use http::header::LOCATION;
-use kvbaton_proxy::{HandOffView, PairView, PeerSpec, PeerView, Proxy};
-use serde::Serialize;
+use kvbaton_proxy::{Drained, HandOffView, PairView, PeerSpec, PeerView, Proxy};
+use serde::{Deserialize, Serialize};
 
 use crate::error::RouteError;
-use crate::extract::{Json as JsonBody, Segments};
+use crate::extract::{Json as JsonBody, Params, Segments};
+
+/// How long a drain waits unless it is told: as long as a long answer may take.
+const DRAIN_SECONDS: f64 = 300.0;
+
+/// The longest wait that can be asked for.
+const LONGEST_DRAIN: Duration = Duration::from_secs(24 * 3600);
 
 /// All peers.
 #[derive(Serialize)]
@@ -21,6 +29,14 @@ pub(crate) struct Peers {
 #[derive(Serialize)]
 pub(crate) struct HandOffs {
     handoffs: Vec<HandOffView>,
+}
+
+/// How long a drain waits.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct DrainLimit {
+    /// In seconds.
+    timeout: Option<f64>,
 }
 
 /// Every pair of a prefill and a decode peer.
@@ -44,7 +60,7 @@ pub(crate) async fn add_peer(
     Shared(proxy): Shared<Proxy>,
     JsonBody(spec): JsonBody<PeerSpec>,
 ) -> Result<(StatusCode, [(http::HeaderName, String); 1], Json<PeerView>), RouteError> {
-    let peer = proxy.add_peer(spec)?;
+    let peer = proxy.operator_adds_peer(spec)?;
     // An id consists of unreserved characters and needs no encoding.
     let location = format!("/admin/peers/{}", peer.id);
     Ok((StatusCode::CREATED, [(LOCATION, location)], Json(peer)))
@@ -56,6 +72,34 @@ pub(crate) async fn remove_peer(
     Segments(id): Segments<String>,
 ) -> Result<Json<PeerView>, RouteError> {
     proxy.remove_peer(&id).map(Json).ok_or(RouteError::UnknownPeer { id })
+}
+
+/// Keeps new requests from a peer and answers when what it has has ended, or at the time limit.
+pub(crate) async fn drain_peer(
+    Shared(proxy): Shared<Proxy>,
+    Segments(id): Segments<String>,
+    Params(limit): Params<DrainLimit>,
+) -> Result<Json<Drained>, RouteError> {
+    let seconds = limit.timeout.unwrap_or(DRAIN_SECONDS);
+    let limit = Duration::try_from_secs_f64(seconds).ok().filter(|limit| *limit <= LONGEST_DRAIN);
+    let limit = limit.ok_or_else(|| RouteError::Query {
+        what: format!("`timeout` must be a number of seconds up to {}", LONGEST_DRAIN.as_secs()),
+    })?;
+    proxy.drain_peer(&id, limit).await.map(Json).ok_or(RouteError::UnknownPeer { id })
+}
+
+pub(crate) async fn quarantine_peer(
+    Shared(proxy): Shared<Proxy>,
+    Segments(id): Segments<String>,
+) -> Result<Json<PeerView>, RouteError> {
+    proxy.quarantine_peer(&id).map(Json).ok_or(RouteError::UnknownPeer { id })
+}
+
+pub(crate) async fn resume_peer(
+    Shared(proxy): Shared<Proxy>,
+    Segments(id): Segments<String>,
+) -> Result<Json<PeerView>, RouteError> {
+    proxy.resume_peer(&id).map(Json).ok_or(RouteError::UnknownPeer { id })
 }
 
 pub(crate) async fn compatibility(Shared(proxy): Shared<Proxy>) -> Json<Pairs> {

@@ -303,6 +303,8 @@ fn peer_spec_face(error: &PeerSpecError) -> Face {
         }
         PeerSpecError::Token => Face::invalid("invalid_peer").param("token"),
         PeerSpecError::SideChannel => Face::invalid("invalid_peer").param("kv_host"),
+        PeerSpecError::SideChannelAddress => Face::invalid("invalid_peer").param("side_channel"),
+        PeerSpecError::Size => Face::invalid("invalid_peer").param("tp_size"),
         PeerSpecError::Lease => Face::invalid("invalid_peer").param("lease"),
         PeerSpecError::Name { .. } => Face::invalid("invalid_peer").param("name"),
         PeerSpecError::Exists { .. } => Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "peer_exists"),

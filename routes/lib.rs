@@ -153,6 +153,9 @@ pub const ENDPOINTS: &[EndpointDoc] = &[
     EndpointDoc::guarded(Method::POST, "/admin/peers", || post(admin::add_peer)),
     EndpointDoc::guarded(Method::GET, "/admin/peers/{id}", || get(admin::peer)),
     EndpointDoc::guarded(Method::DELETE, "/admin/peers/{id}", || delete(admin::remove_peer)),
+    EndpointDoc::guarded(Method::POST, "/admin/peers/{id}/drain", || post(admin::drain_peer)),
+    EndpointDoc::guarded(Method::POST, "/admin/peers/{id}/quarantine", || post(admin::quarantine_peer)),
+    EndpointDoc::guarded(Method::POST, "/admin/peers/{id}/resume", || post(admin::resume_peer)),
     EndpointDoc::guarded(Method::GET, "/admin/compatibility", || get(admin::compatibility)),
     EndpointDoc::guarded(Method::GET, "/admin/handoffs", || get(admin::hand_offs)),
     // Health.

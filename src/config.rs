@@ -8,8 +8,8 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use kvbaton_proxy::{
-    HandOffPolicy, Limits, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, Settings, StoreSettings,
-    Timeouts,
+    HandOffPolicy, Limits, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, Settings,
+    SideChannelSettings, StoreSettings, Timeouts,
 };
 use serde::{Deserialize, Serialize};
 
@@ -45,6 +45,8 @@ pub struct Config {
     pub hand_off: HandOffPolicy,
     /// Which engines are paired.
     pub pairing: Pairing,
+    /// The engines' ZMQ side channels.
+    pub side_channel: SideChannelSettings,
     /// Trying again on another engine.
     pub retry: Retry,
     /// Bounds on memory.
@@ -67,6 +69,7 @@ impl Default for Config {
             probe: Probe::default(),
             hand_off: HandOffPolicy::default(),
             pairing: Pairing::default(),
+            side_channel: SideChannelSettings::default(),
             retry: Retry::default(),
             limits: Limits::default(),
             store: StoreSettings::default(),
@@ -168,6 +171,7 @@ impl Config {
             probe: self.probe.clone(),
             hand_off: self.hand_off.clone(),
             pairing: self.pairing.clone(),
+            side_channel: self.side_channel.clone(),
             retry: self.retry.clone(),
             limits: self.limits.clone(),
             store: self.store.clone(),
@@ -204,6 +208,7 @@ impl Config {
             ("probe.timeout", self.probe.timeout),
             ("hand_off.lease", self.hand_off.lease),
             ("hand_off.lease_v2", self.hand_off.lease_v2),
+            ("side_channel.interval", self.side_channel.interval),
         ];
         for (key, value) in positive {
             if value.is_zero() {
@@ -225,11 +230,24 @@ impl Config {
         for (key, fault) in self.store.faults() {
             wrong(key, fault.to_string(), "see the section `[store]` in the README");
         }
+        if self.pairing.quarantine_restarted > LONGEST {
+            wrong("pairing.quarantine_restarted", "is longer than a week".into(), "the default is \"0s\"");
+        }
         if let Err(error) = crate::telemetry::filter(&self.log.level) {
             wrong("log.level", error.to_string(), "error, warn, info, debug or trace");
         }
         if self.probe.patience == 0 {
             wrong("probe.patience", "must not be zero".into(), "the default is 3");
+        }
+        if self.side_channel.front.enabled && self.side_channel.front.host().is_none() {
+            wrong(
+                "side_channel.front.advertise",
+                "is needed with a wildcard address".into(),
+                "the host at which decode engines reach the router",
+            );
+        }
+        if self.side_channel.front.advertise.as_deref().is_some_and(|host| !kvbaton_proxy::is_host(host)) {
+            wrong("side_channel.front.advertise", "is no host".into(), "a host name or an IP address");
         }
         if self.limits.body_bytes == 0 {
             wrong("limits.body_bytes", "must not be zero".into(), "the default is 67108864");
@@ -263,6 +281,8 @@ impl Config {
                         }
                         PeerSpecError::Token => "set token, or authorization = \"forward\"",
                         PeerSpecError::SideChannel => "the port is 5600 unless the engine says otherwise",
+                        PeerSpecError::SideChannelAddress => "such as \"10.0.0.5:5600\"",
+                        PeerSpecError::Size => "leave out what is not known",
                         PeerSpecError::Lease => "the engine's own setting, 30s unless it was changed",
                         PeerSpecError::Name { .. } | PeerSpecError::Exists { .. } => "such as \"p1\"",
                     };

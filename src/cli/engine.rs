@@ -1,11 +1,13 @@
 //! `kvbaton engine`: one simulated engine, for trying the router without GPUs.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use anyhow::Context as _;
 use clap::{Args, ValueEnum};
-use engine_sim::EngineConfig;
+use engine_sim::{EngineConfig, KvTransport};
 use kvbaton_proxy::Generation;
 use tokio::net::TcpListener;
 use url::Url;
@@ -53,6 +55,18 @@ pub(super) struct EngineArgs {
     /// How long it keeps an unread hand-off, in seconds [default: 30, or 480 with v2].
     #[arg(long, value_name = "S")]
     lease: Option<u64>,
+    /// What moves the KV blocks; nixl needs a build with the feature of that name.
+    #[arg(long, value_name = "NAME", default_value = "loopback")]
+    transport: EngineTransport,
+    /// With nixl: the library, or the folder it was installed in (as scripts/nixl-setup prints it).
+    #[arg(long, value_name = "PATH", env = "ENGINE_NIXL_LIBRARY")]
+    nixl_library: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum EngineTransport {
+    Loopback,
+    Nixl,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -77,7 +91,11 @@ async fn serve(args: EngineArgs) -> anyhow::Result<ExitCode> {
     let mut signals = Signals::listen()?;
     let addr = args.listen;
     let listener = TcpListener::bind(addr).await.map_err(|source| StartError::Listen { addr, source })?;
-    let engine = engine_sim::spawn(args.into(), listener).await?;
+    let config = EngineConfig::from(args);
+    let over_nixl = config.transport != KvTransport::Loopback;
+    let engine = engine_sim::spawn(config, listener).await;
+    let engine =
+        if over_nixl { engine.context("--transport nixl with this --nixl-library")? } else { engine? };
     say(&format!("simulated engine {} on {}\n", engine.engine_id(), engine.url()))?;
     let signal = signals.next().await;
     tracing::info!(signal, "leaving");
@@ -97,6 +115,10 @@ impl From<EngineArgs> for EngineConfig {
                 EngineRole::Prefill => engine_sim::Role::Prefill,
                 EngineRole::Decode => engine_sim::Role::Decode,
                 EngineRole::Both => engine_sim::Role::Both,
+            },
+            transport: match args.transport {
+                EngineTransport::Loopback => KvTransport::Loopback,
+                EngineTransport::Nixl => KvTransport::Nixl { library: args.nixl_library },
             },
             registry: Some(args.registry),
             registry_token: args.registry_token,

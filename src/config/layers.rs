@@ -84,6 +84,9 @@ fn schema() -> Table {
     peer.generation = Some(kvbaton_proxy::Generation::V14);
     peer.kv_host = Some("host".into());
     peer.kv_port = Some(1);
+    peer.side_channel = Some("host:1".into());
+    (peer.tp_size, peer.pp_size, peer.dp_size) = (Some(1), Some(1), Some(1));
+    peer.front = Some(true);
     peer.lease = Some(std::time::Duration::from_secs(1));
     let mut sample = Config { prefill: vec![peer.clone()], decode: vec![peer], ..Config::default() };
     sample.admin.token = Some("token".into());
@@ -92,6 +95,7 @@ fn schema() -> Table {
     for file in [&mut sample.store.ca, &mut sample.store.cert, &mut sample.store.key] {
         *file = Some("file.pem".into());
     }
+    sample.side_channel.front.advertise = Some("host".into());
     let mut table = Table::try_from(sample).unwrap_or_default();
     for list in ["prefill", "decode"] {
         if let Some(Value::Array(peers)) = table.get_mut(list) {

@@ -33,7 +33,9 @@ async fn wait_state(cluster: &Cluster, id: &str, state: &str) -> Value {
 
 #[tokio::test]
 async fn a_fleet_can_be_built_and_taken_down_at_run_time() {
-    let cluster = Cluster::builder().prefill(0).decode(0).warns(&["no_prefill"]).unready().start().await;
+    let by_hand = |config: &mut kvbaton::config::Config| config.pairing.adopt_registered = false;
+    let empty = Cluster::builder().prefill(0).decode(0).config(by_hand);
+    let cluster = empty.warns(&["no_prefill"]).unready().start().await;
     let ready = cluster.get("/readyz").await;
     let nothing = json!({"ready": false, "prefill_ready": 0, "decode_ready": 0, "draining": false});
     assert_eq!((ready.status, ready.json()), (503, nothing));

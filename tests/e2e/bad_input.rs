@@ -187,7 +187,7 @@ async fn a_declared_length_over_the_limit_is_refused_unread() {
 
 #[tokio::test]
 async fn a_chunked_body_over_the_limit_is_refused() {
-    let cluster = Cluster::builder().config(limit(1000)).start().await;
+    let cluster = Cluster::builder().config(limit(1400)).start().await;
     let head = format!(
         "POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
     );

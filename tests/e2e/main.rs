@@ -6,6 +6,10 @@
     clippy::panic,
     reason = "a test ends with the first thing that is not as expected"
 )]
+#![cfg_attr(
+    feature = "nixl",
+    allow(clippy::print_stdout, clippy::print_stderr, reason = "a skipped test says so")
+)]
 
 mod abandon;
 mod admin;
@@ -15,11 +19,16 @@ mod handoff;
 mod injection;
 mod legs;
 mod malformed_handoff;
+#[cfg(feature = "nixl")]
+mod nixl;
+#[cfg(not(feature = "nixl"))]
+mod no_nixl;
 mod program;
 mod registry;
 mod registry_v1;
 mod restart;
 mod retry;
+mod side_channel;
 #[cfg(feature = "etcd")]
 mod store;
 mod stream;

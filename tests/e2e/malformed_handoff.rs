@@ -244,10 +244,40 @@ async fn fields_that_the_router_does_not_know_are_carried_on() {
 #[tokio::test]
 async fn item_46_a_hand_off_of_an_engine_that_was_replaced_reaches_nobody() {
     let cluster = Cluster::builder().warns(&["hand-off"]).start().await;
+    let before = json!({"base_url": cluster.p().url(), "role": "prefill"});
+    let path = "/registry/v1/engines/the-one-before";
+    let json = ("content-type", "application/json");
+    assert_eq!(cluster.send("PUT", path, &[json], before.to_string()).await.status, 201);
+    // The engine finds itself unknown, registers again, and has its address back.
+    cluster.wait_for("the other is replaced", async || cluster.get(path).await.status == 404).await;
+    cluster.wait_ready().await;
     let mut params = sound(&cluster, Generation::V14);
     params["remote_engine_id"] = json!("the-one-before");
     decode_alone(&cluster, Fault::HandoffOverride { params }, "refused").await;
     cluster.finish().await;
+}
+
+#[tokio::test]
+async fn item_46_an_engine_that_is_only_not_registered_is_not_taken_for_gone() {
+    let cluster = Cluster::builder().warns(&["hand-off", "could release"]).start().await;
+    let mut params = sound(&cluster, Generation::V14);
+    params["remote_engine_id"] = json!("not-registered-yet");
+    cluster.p().faults().arm(ArmedFault {
+        fault: Fault::HandoffOverride { params: params.clone() },
+        leg: Leg::Prefill,
+        sticky: false,
+    });
+    cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await;
+    let sent = of_clients_with_hand_off(cluster.d());
+    assert_eq!(sent, ["not-registered-yet"]);
+    cluster.finish().await;
+}
+
+/// The engines that the hand-offs in the client's requests name.
+fn of_clients_with_hand_off(engine: &Engine) -> Vec<String> {
+    let named = |body: Value| body["kv_transfer_params"]["remote_engine_id"].as_str().map(str::to_owned);
+    let bodies = generations(engine).into_iter().map(|seen| parse(&seen.body));
+    bodies.filter(|body| body["max_tokens"] == 6).filter_map(named).collect()
 }
 
 /// The host that a decode engine is told, when the prefill engine reports this one.

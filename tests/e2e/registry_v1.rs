@@ -59,6 +59,11 @@ impl Follower {
     }
 }
 
+/// Engines of these tests come and go without being peers.
+fn no_adoption(config: &mut kvbaton::config::Config) {
+    config.pairing.adopt_registered = false;
+}
+
 fn rank(engine_id: &str) -> String {
     format!("/registry/v1/engines/{engine_id}/ranks/0/0")
 }
@@ -147,7 +152,7 @@ async fn a_prefill_engine_restarted_at_its_address_is_a_new_generation() {
 
 #[tokio::test]
 async fn a_killed_engine_leaves_when_its_time_is_out_and_one_that_shuts_down_at_once() {
-    let cluster = Cluster::builder().start().await;
+    let cluster = Cluster::builder().config(no_adoption).start().await;
     let mut follower = Follower::open(&cluster, "").await;
     let listener = crate::support::listen().await;
     let silent =
@@ -189,7 +194,7 @@ async fn an_engine_that_was_removed_registers_again() {
 
 #[tokio::test]
 async fn a_look_up_may_wait_for_an_engine_that_is_about_to_come() {
-    let cluster = Cluster::builder().start().await;
+    let cluster = Cluster::builder().config(no_adoption).start().await;
     let path = format!("{}?wait=4", rank("soon"));
     let come = async {
         tokio::time::sleep(Duration::from_millis(50)).await;

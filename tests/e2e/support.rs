@@ -6,6 +6,7 @@ mod client;
 mod etcd;
 mod fake;
 mod log;
+pub(crate) mod process;
 mod wire;
 
 use std::future::Future;
@@ -397,7 +398,8 @@ pub(crate) async fn engine_metric(engine: &Engine, name: &str, labels: &[(&str, 
     sample(&page, name, labels)
 }
 
-fn sample(page: &str, name: &str, labels: &[(&str, &str)]) -> f64 {
+/// The sum of the samples of a metrics page that carry these labels.
+pub(crate) fn sample(page: &str, name: &str, labels: &[(&str, &str)]) -> f64 {
     let of_name = |line: &&str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' ']));
     page.lines()
         .filter(of_name)

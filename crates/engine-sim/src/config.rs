@@ -3,12 +3,15 @@
 //! A plain record with one `Default`; it reads no environment and opens nothing.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use kv_connector::protocol::Generation;
 use kv_connector::regions::Layout;
 use serde::{Deserialize, Serialize};
 use url::Url;
+
+use crate::transport::KvTransport;
 
 /// What an engine is meant for; a vLLM engine does whatever its requests ask, so this only labels it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -50,6 +53,8 @@ pub enum Attention {
 pub struct EngineConfig {
     /// The label of the engine.
     pub role: Role,
+    /// What moves the KV blocks between engines.
+    pub transport: KvTransport,
     /// Connector protocol and vLLM behaviour.
     pub generation: Generation,
     /// The model's name; it also enters the compatibility hash.
@@ -97,6 +102,9 @@ pub struct EngineConfig {
     /// After how long a silence the registry lets the engine go; `None` is three refreshes, and at
     /// least 5 s.
     pub registry_ttl: Option<Duration>,
+    /// Address of a ZMQ side channel, as unmodified vLLM has one; hand-offs then name it, and the
+    /// engine shakes hands over the peers' ones instead of the registry. Port 0 takes a free one.
+    pub side_channel: Option<SocketAddr>,
     /// Host reported in hand-offs; `None` is the listener's address.
     pub advertise_host: Option<String>,
     /// Port reported in hand-offs; `None` is the listener's port.
@@ -121,6 +129,7 @@ impl Default for EngineConfig {
     fn default() -> Self {
         Self {
             role: Role::Both,
+            transport: KvTransport::Loopback,
             generation: Generation::V14,
             model: "sim".to_owned(),
             engine_id: None,
@@ -144,6 +153,7 @@ impl Default for EngineConfig {
             registry_token: None,
             registry_refresh: Duration::from_secs(2),
             registry_ttl: None,
+            side_channel: None,
             advertise_host: None,
             advertise_port: None,
             load_failure_policy: LoadFailurePolicy::Fail,
@@ -162,6 +172,7 @@ impl fmt::Debug for EngineConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("EngineConfig")
             .field("role", &self.role)
+            .field("transport", &self.transport)
             .field("generation", &self.generation)
             .field("model", &self.model)
             .field("engine_id", &self.engine_id)

@@ -5,8 +5,10 @@ use std::sync::Arc;
 
 use kv_connector::handshake::RegistryClient;
 use kv_connector::scheduler::{Scheduler, SchedulerConfig};
+use kv_connector::side_channel::SideChannelServer;
 use kv_connector::transport::loopback;
 use tokio::net::TcpListener;
+use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -19,9 +21,12 @@ use crate::core::{Core, CoreParts};
 use crate::error::EngineError;
 use crate::faults::Faults;
 use crate::http;
+use crate::kv::KvCache;
+use crate::listener::ListenerState;
 use crate::ranks::Ranks;
 use crate::registration::{Endings, Registrar, registration};
 use crate::shared::{EngineStats, SeenRequest, Shared};
+use crate::transport::KvTransport;
 
 /// Commands that may wait for the core.
 const COMMAND_QUEUE: usize = 4096;
@@ -30,6 +35,8 @@ const COMMAND_QUEUE: usize = 4096;
 pub struct Engine {
     shared: Arc<Shared>,
     addr: SocketAddr,
+    side_channel_addr: Option<SocketAddr>,
+    listener_state: ListenerState,
     stop: StopTokens,
     /// The listener and its connections.
     connections: TaskTracker,
@@ -46,7 +53,7 @@ pub struct Engine {
 /// The engine registers in the background, so the registry may come up later.
 ///
 /// # Errors
-/// An impossible setting, a listener without an address, or no loopback transport.
+/// An impossible setting, a listener without an address, or no transport for the KV blocks.
 pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine, EngineError> {
     if let Some((setting, expected)) = config.fault() {
         return Err(EngineError::Setting { setting, expected });
@@ -61,13 +68,19 @@ pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine
             Some(Arc::new(client.map_err(EngineError::Registry)?))
         }
     };
-    let (ranks, kv, transport_faults) = Ranks::build(&config, &engine_id)?;
+    let (ranks, kv, transport_faults) = build_ranks(&config, &engine_id).await?;
     let payloads = ranks.handshake_payloads();
+    let side_channel = match config.side_channel {
+        None => None,
+        Some(addr) => Some(SideChannelServer::bind(addr).await.map_err(EngineError::SideChannel)?),
+    };
+    let side_channel_addr = side_channel.as_ref().map(SideChannelServer::local_addr).transpose();
+    let side_channel_addr = side_channel_addr.map_err(EngineError::SideChannel)?;
 
     let (stop, leave, started) = (StopTokens::default(), CancellationToken::new(), Instant::now());
     let (connections, background) = (TaskTracker::new(), TaskTracker::new());
     let (command_sender, commands) = mpsc::channel(COMMAND_QUEUE);
-    let scheduler = Scheduler::new(scheduler_config(&config, &engine_id, addr));
+    let scheduler = Scheduler::new(scheduler_config(&config, &engine_id, side_channel_addr.unwrap_or(addr)));
     let shared = Shared::new(config, engine_id.clone(), command_sender);
     let core = Core::new(CoreParts {
         shared: Arc::clone(&shared),
@@ -80,7 +93,18 @@ pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine
         stop: stop.kill.clone(),
         started,
     });
-    background.spawn(core.run());
+    run_core(core, &shared.config.transport, &background);
+    let listener_state = ListenerState::default();
+    if let Some(server) = side_channel {
+        let serving = listener_state.serve(server, shared.config.generation, &payloads, started);
+        let kill = stop.kill.clone();
+        background.spawn(async move {
+            tokio::select! {
+                () = kill.cancelled() => {}
+                () = serving => {}
+            }
+        });
+    }
     let registrar = registry.map(|registry| {
         let registration = registration(&shared.config, &engine_id, addr, payloads);
         let registrar = Registrar::new(
@@ -96,13 +120,34 @@ pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine
     let app = http::app(Arc::clone(&shared));
     let keep_alive = shared.config.keep_alive;
     connections.spawn(conn::serve(listener, app, keep_alive, stop.clone(), connections.clone()));
-    Ok(Engine { shared, addr, stop, connections, background, registrar, leave, transport_faults })
+    Ok(Engine {
+        shared,
+        addr,
+        side_channel_addr,
+        listener_state,
+        stop,
+        connections,
+        background,
+        registrar,
+        leave,
+        transport_faults,
+    })
 }
 
 impl Engine {
     /// The address that it listens on.
     pub fn addr(&self) -> SocketAddr {
         self.addr
+    }
+
+    /// The address of its ZMQ side channel, if it has one.
+    pub fn side_channel_addr(&self) -> Option<SocketAddr> {
+        self.side_channel_addr
+    }
+
+    /// What became of its ZMQ side channel.
+    pub fn side_channel(&self) -> &ListenerState {
+        &self.listener_state
     }
 
     /// The base URL of its HTTP API, without a slash at the end.
@@ -125,12 +170,12 @@ impl Engine {
         &self.shared.faults
     }
 
-    /// The scripted faults of its KV transport, at rank 0.
+    /// The scripted faults of its loopback transport, at rank 0; those of NIXL script nothing.
     pub fn transport_faults(&self) -> loopback::Faults {
         self.transport_faults.first().cloned().unwrap_or_default()
     }
 
-    /// The scripted faults of the KV transport of each rank.
+    /// The scripted faults of the loopback transport of each rank; empty with NIXL.
     pub fn transport_faults_by_rank(&self) -> &[loopback::Faults] {
         &self.transport_faults
     }
@@ -172,6 +217,34 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         self.stop.kill.cancel();
+    }
+}
+
+/// NIXL's library takes its time to load and its agents to start, so that is done off the runtime.
+async fn build_ranks(
+    config: &EngineConfig,
+    engine_id: &str,
+) -> Result<(Ranks, KvCache, Vec<loopback::Faults>), EngineError> {
+    match config.transport {
+        KvTransport::Loopback => Ranks::build(config, engine_id),
+        KvTransport::Nixl { .. } => {
+            let (config, engine_id) = (config.clone(), engine_id.to_owned());
+            let build = tokio::task::spawn_blocking(move || Ranks::build(&config, &engine_id));
+            build.await.map_err(EngineError::Start)?
+        }
+    }
+}
+
+/// A core over NIXL gets a thread of its own, because connecting to a peer waits for NIXL.
+fn run_core(core: Core, transport: &KvTransport, background: &TaskTracker) {
+    match transport {
+        KvTransport::Loopback => {
+            background.spawn(core.run());
+        }
+        KvTransport::Nixl { .. } => {
+            let runtime = Handle::current();
+            background.spawn_blocking(move || runtime.block_on(core.run()));
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! A simulated vLLM engine that is faithful where a router can tell the difference.
 //!
-//! It owns real KV bytes and moves them through `kv-connector`'s loopback transport; generated
-//! text depends on the bytes it reads, so a wrong hand-off shows. It holds no router policy.
+//! It owns real KV bytes and moves them through `kv-connector`'s transports; generated text
+//! depends on the bytes it reads, so a wrong hand-off shows. It holds no router policy.
 
 mod blocks;
 mod config;
@@ -13,11 +13,13 @@ mod faults;
 mod geometry;
 mod http;
 mod kv;
+mod listener;
 mod metrics;
 mod ranks;
 mod registration;
 mod shared;
 mod tokens;
+mod transport;
 
 pub use config::{Attention, EngineConfig, LoadFailurePolicy, Role};
 pub use engine::{Engine, spawn};
@@ -25,4 +27,6 @@ pub use error::EngineError;
 pub use faults::{ArmedFault, Corrupt, Fault, Faults, Gate, Leg, Stage};
 pub use kv_connector::protocol::Generation;
 pub use kv_connector::regions::Layout;
+pub use listener::ListenerState;
 pub use shared::{EngineStats, SeenRequest};
+pub use transport::KvTransport;

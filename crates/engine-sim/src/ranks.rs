@@ -9,8 +9,8 @@ use kv_connector::error::EngineFatal;
 use kv_connector::protocol::{Generation, TransferMode};
 use kv_connector::regions::{LocalGeometry, Region};
 use kv_connector::scheduler::StepMeta;
-use kv_connector::transport::loopback::{Faults, LoopbackAgent};
-use kv_connector::transport::{Descriptor, KvMemory, MemoryType};
+use kv_connector::transport::loopback::Faults;
+use kv_connector::transport::{Descriptor, MemoryType};
 use kv_connector::worker::{
     HandshakeError, HandshakeFailure, HandshakeJob, RankReply, Worker, WorkerConfig, WorkerSetupError,
 };
@@ -20,6 +20,7 @@ use crate::config::{Attention, EngineConfig};
 use crate::error::EngineError;
 use crate::geometry::Geometry;
 use crate::kv::{KvCache, KvError};
+use crate::transport::{Agent, RankAgent, Source};
 
 /// Why the ranks could not be looked at.
 #[derive(Debug, Error)]
@@ -34,27 +35,28 @@ pub(crate) enum PollError {
 
 /// The worker halves of one engine, by rank.
 pub(crate) struct Ranks {
-    workers: Vec<Worker<LoopbackAgent>>,
+    workers: Vec<Worker<Agent>>,
     aggregator: Aggregator,
 }
 
 impl Ranks {
     /// Allocates the KV memory of every rank and registers it; also the cache over all of them and
-    /// the faults of each rank's transport.
+    /// the faults of each rank's loopback transport. Blocks the thread when NIXL is the transport.
     ///
     /// # Errors
-    /// No loopback transport, or one that does not take the memory.
+    /// No transport, or one that does not take the memory.
     pub(crate) fn build(
         config: &EngineConfig,
         engine_id: &str,
     ) -> Result<(Self, KvCache, Vec<Faults>), EngineError> {
         let geometry = Geometry::of(config);
         let (mut workers, mut memories, mut faults) = (Vec::new(), Vec::new(), Vec::new());
+        let source = Source::open(&config.transport)?;
         for rank in 0..config.tp_size {
-            let memory = KvMemory::allocate(&vec![geometry.region_bytes(); geometry.regions]);
             let name = if config.tp_size == 1 { engine_id.to_owned() } else { format!("{engine_id}-{rank}") };
-            let agent = LoopbackAgent::new(&name, memory.clone()).map_err(EngineError::Loopback)?;
-            faults.push(agent.faults());
+            let RankAgent { agent, memory, faults: scripted } =
+                source.agent(&name, &vec![geometry.region_bytes(); geometry.regions])?;
+            faults.extend(scripted);
             let regions = regions(config, geometry, &memory.base_addresses());
             workers.push(worker(config, engine_id, rank, agent, regions)?);
             memories.push(memory);
@@ -131,9 +133,9 @@ fn worker(
     config: &EngineConfig,
     engine_id: &str,
     rank: u32,
-    agent: LoopbackAgent,
+    agent: Agent,
     regions: Vec<Region>,
-) -> Result<Worker<LoopbackAgent>, WorkerSetupError> {
+) -> Result<Worker<Agent>, WorkerSetupError> {
     let settings = worker_config(config, engine_id, rank);
     let geometry = LocalGeometry { permute_received: config.permute_received, ..settings.geometry(regions)? };
     let ranges = geometry.regions.iter().map(|region| {

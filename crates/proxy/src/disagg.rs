@@ -16,7 +16,6 @@ use crate::error::{Broken, HandOffRefusal, Progress, ProxyError, Stage, Upstream
 use crate::handoff;
 use crate::lease::Lease;
 use crate::metrics::Outcome;
-use crate::pool::pairing;
 use crate::pool::peer::{InFlight, Peer};
 use crate::prefill::PrefillLeg;
 use crate::request::{ClientRequest, Endpoint, pass_through_body};
@@ -122,12 +121,11 @@ impl Core {
 
     /// A decode engine to which some prefill engine can hand off, where that matters.
     fn choose_decode(&self, request: &ClientRequest, tries: &Tries) -> Result<InFlight, ProxyError> {
-        let unknown = self.settings.pairing.unknown;
         let model = Some(request.model());
         let alone = request.bypass().is_some();
-        let chosen = self.pool.choose(Stage::Decode, model, &tries.decode, |decode| {
-            alone || self.pool.has_partner(decode, unknown)
-        });
+        let chosen = self
+            .pool
+            .choose(Stage::Decode, model, &tries.decode, |decode| alone || self.pool.has_partner(decode));
         match chosen {
             Err(ProxyError::NoCompatiblePair) => {
                 let no_prefill = self.pool.ready(Stage::Prefill) == 0;
@@ -195,10 +193,9 @@ impl Core {
             self.metrics.bypassed(reason.label());
             return Ok(None);
         }
-        let unknown = self.settings.pairing.unknown;
         let choose = |tries: &Tries| {
             self.pool.choose(Stage::Prefill, Some(request.model()), &tries.prefill, |prefill| {
-                pairing::judge(prefill, decode).allows(unknown)
+                self.pool.fits(prefill, decode)
             })
         };
         let mut failed = None;
@@ -254,8 +251,20 @@ impl Core {
             engine_answered(&peer, status);
             return Err(PrefillFault::Status(status));
         }
-        Ok(match handoff::accept(&answer, &peer, route(&head).same_host, self.tokens_per_block()) {
+        let route = route(&head);
+        let accepted = handoff::accept(&answer, &peer, route.same_host, self.tokens_per_block());
+        // Not even a release may go to an address that is not the peer's.
+        let named = accepted.as_ref().map_or_else(|refused| refused.unused.as_deref(), Some);
+        if let Some(error) = named.and_then(|named| self.foreign_address(&peer, named, route)) {
+            peer.failed("hand-off foreign address", false);
+            let request_id = exchange.request_id.as_str();
+            tracing::warn!(request_id, peer = %peer.id, %error, "a hand-off names an address that is not its peer's");
+            self.metrics.hand_off_refused(&error);
+            return Ok(Err(ProxyError::HandOff(error).into()));
+        }
+        Ok(match accepted {
             Ok(hand_off) => {
+                self.side_channel_named(&peer, &hand_off);
                 if peer.saw_engine(&hand_off.engine_id) {
                     self.pool.relearn();
                 }
@@ -319,7 +328,7 @@ impl Core {
             method: Method::POST,
             path: request.endpoint().path(),
             headers: request_headers(&exchange.headers, &exchange.request_id),
-            body: request.decode_body(lease.as_ref().and_then(Lease::raw)),
+            body: request.decode_body(lease.as_ref().and_then(|lease| lease.raw_for(&peer))),
         };
         if let Some(lease) = &mut lease {
             lease.dispatched(&peer);

@@ -131,6 +131,9 @@ pub enum HandOffRefusal {
     /// The engine that made it has been replaced since.
     #[error("the engine that made the hand-off is gone")]
     EngineGone,
+    /// Its address is not one of the peer that made it.
+    #[error("the hand-off names an address that does not belong to the prefill engine")]
+    ForeignAddress,
     /// Too little of the lease is left to read the blocks safely.
     #[error("the hand-off's lease is about to end")]
     Expiring,
@@ -147,7 +150,8 @@ impl HandOffRefusal {
             | Self::TokenCount(_)
             | Self::Coverage { .. }
             | Self::TooFewBlocks { .. }
-            | Self::EngineGone => "refused",
+            | Self::EngineGone
+            | Self::ForeignAddress => "refused",
             Self::Expiring => "expired",
         }
     }

@@ -7,6 +7,7 @@ use kv_connector::protocol::params::{Generation, TransferMode};
 
 use crate::error::HandOffRefusal;
 use crate::pool::peer::Peer;
+use crate::side_channel::channels::{ChannelAddress, NamedChannel};
 use crate::splice::{PrefillAnswer, rewrite_address};
 
 /// Longest engine or request id, in bytes; both are kept, and shown to operators.
@@ -22,6 +23,8 @@ pub(crate) struct HandedOff {
     pub(crate) blocks: usize,
     pub(crate) generation: Generation,
     pub(crate) mode: TransferMode,
+    /// Where its engine's side channel is, and what else the router must know to ask there.
+    pub(crate) channel: NamedChannel,
     /// Whether a decode engine may read the blocks at all; what does not fit the prompt may kill it.
     pub(crate) sound: bool,
 }
@@ -73,6 +76,22 @@ pub(crate) fn accept(
         blocks: hand_off.remote_block_ids.total(),
         generation: if flat { Generation::V2 } else { Generation::V14 },
         mode: hand_off.transfer_mode.unwrap_or(TransferMode::Pull),
+        channel: NamedChannel {
+            address: ChannelAddress::new(
+                host.unwrap_or(&hand_off.remote_host),
+                prefill.spec.kv_port.unwrap_or(hand_off.remote_port),
+            ),
+            tp_size: hand_off.tp_size,
+            pp_size: hand_off.pp_size,
+            dcp_size: hand_off.dcp_size,
+            mode: hand_off.transfer_mode,
+            // Versions in between hand over lists of lists too, but tell no mode.
+            shape: match (flat, hand_off.transfer_mode) {
+                (true, None) => Some(Generation::V2),
+                (false, Some(_)) => Some(Generation::V14),
+                _ => None,
+            },
+        },
         raw: rewritten,
         sound: true,
     };
@@ -116,7 +135,7 @@ fn reachable_host<'a>(prefill: &'a Peer, reported: &str, same_host: bool) -> Opt
     (!same_host && is_private_to_its_host(reported)).then(|| prefill.host())
 }
 
-fn is_private_to_its_host(host: &str) -> bool {
+pub(crate) fn is_private_to_its_host(host: &str) -> bool {
     if host.eq_ignore_ascii_case("localhost") || host.to_ascii_lowercase().ends_with(".localhost") {
         return true;
     }

@@ -16,6 +16,7 @@ use crate::handoff::HandedOff;
 use crate::ledger::{Granted, HandOffState};
 use crate::metrics::HandOffResult;
 use crate::pool::peer::Peer;
+use crate::registry::EngineRecord;
 use crate::request::{ClientRequest, Endpoint};
 use crate::request_id::RequestId;
 use crate::splice::Spliced;
@@ -52,6 +53,8 @@ struct Hold {
     decode: Option<Arc<Peer>>,
     granted: Instant,
     lasts: Duration,
+    /// The engine as it was registered when it granted the hand-off.
+    origin: Option<Arc<EngineRecord>>,
 }
 
 impl Lease {
@@ -75,7 +78,9 @@ impl Lease {
             blocks: hand_off.blocks,
             lease: lasts,
         });
+        let origin = core.registry.engine(&hand_off.engine_id);
         let hold = Box::new(Hold {
+            origin,
             core: Arc::clone(core),
             prefill: Arc::clone(prefill),
             key,
@@ -89,9 +94,9 @@ impl Lease {
         Self { hold: Some(hold) }
     }
 
-    /// The hand-off's bytes for the decode leg.
-    pub(crate) fn raw(&self) -> Option<Bytes> {
-        self.hold.as_ref().map(|hold| hold.hand_off.raw.clone())
+    /// The hand-off's bytes for the decode leg to a peer.
+    pub(crate) fn raw_for(&self, decode: &Peer) -> Option<Bytes> {
+        self.hold.as_ref().map(|hold| hold.core.hand_off_for(&hold.hand_off, decode))
     }
 
     /// Since when the prefill engine holds the blocks.
@@ -107,12 +112,20 @@ impl Lease {
         })
     }
 
-    /// Whether the engine that holds the blocks has been replaced at its address.
+    /// Whether another engine, or another life of this one, is where the blocks were. An engine that
+    /// is only not registered (any more) may be there all the same.
     pub(crate) fn is_orphaned(&self) -> bool {
         self.hold.as_ref().is_some_and(|hold| {
-            hold.core.pool.learn(&hold.core.registry);
-            let identity = hold.prefill.identity.load();
-            !identity.engine_ids.is_empty() && !identity.engine_ids.contains(&hold.hand_off.engine_id)
+            let registry = &hold.core.registry;
+            match (&hold.origin, registry.engine(&hold.hand_off.engine_id)) {
+                (Some(origin), Some(now)) => now.is_another_life(origin),
+                (Some(origin), None) => registry.is_replaced(origin),
+                (None, Some(_)) => false,
+                (None, None) => {
+                    let former = |url| registry.is_former(&hold.hand_off.engine_id, url);
+                    hold.prefill.address.as_deref().is_some_and(former)
+                }
+            }
         })
     }
 
@@ -221,7 +234,7 @@ impl Hold {
             return self.reject(peer).await;
         }
         if self.hand_off.sound || !newest {
-            let read = self.send(peer, self.request.endpoint().path(), self.one_token_body()).await?;
+            let read = self.send(peer, self.request.endpoint().path(), self.one_token_body(peer)).await?;
             if read.is_success() {
                 peer.knows_engine(&self.hand_off.engine_id);
                 return Ok(());
@@ -240,7 +253,7 @@ impl Hold {
     }
 
     async fn reject(&self, peer: &Arc<Peer>) -> Result<(), NotReleased> {
-        match self.send(peer, Endpoint::Completions.path(), self.rejected_body()).await? {
+        match self.send(peer, Endpoint::Completions.path(), self.rejected_body(peer)).await? {
             StatusCode::NOT_FOUND => Ok(()),
             status => Err(NotReleased::Status(status)),
         }
@@ -266,9 +279,9 @@ impl Hold {
         Ok(status)
     }
 
-    fn one_token_body(&self) -> Spliced {
+    fn one_token_body(&self, decode: &Peer) -> Spliced {
         let salt = uuid::Uuid::new_v4().simple().to_string();
-        self.request.release_body(self.hand_off.raw.clone(), &salt)
+        self.request.release_body(self.core.hand_off_for(&self.hand_off, decode), &salt)
     }
 
     /// The smallest request that makes an engine step.
@@ -277,12 +290,13 @@ impl Hold {
         Spliced::from(Bytes::from(format!(r#"{{"model":{model},"prompt":"-","max_tokens":1}}"#)))
     }
 
-    fn rejected_body(&self) -> Spliced {
-        let mut body = Vec::with_capacity(self.hand_off.raw.len() + 128);
+    fn rejected_body(&self, decode: &Peer) -> Spliced {
+        let hand_off = self.core.hand_off_for(&self.hand_off, decode);
+        let mut body = Vec::with_capacity(hand_off.len() + 128);
         body.extend_from_slice(br#"{"model":""#);
         body.extend_from_slice(NO_SUCH_MODEL.as_bytes());
         body.extend_from_slice(br#"","prompt":"-","max_tokens":1,"kv_transfer_params":"#);
-        body.extend_from_slice(&self.hand_off.raw);
+        body.extend_from_slice(&hand_off);
         body.push(b'}');
         Spliced::from(Bytes::from(body))
     }

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde::Serialize;
+use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use crate::metrics::{HandOffResult, Metrics};
@@ -50,12 +51,14 @@ struct Entry {
 pub(crate) struct Ledger {
     entries: Mutex<HashMap<u64, Entry>>,
     next: AtomicU64,
+    /// Told when a hand-off has ended.
+    pub(crate) moved: Notify,
     metrics: Arc<Metrics>,
 }
 
 impl Ledger {
     pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
-        Self { entries: Mutex::default(), next: AtomicU64::new(0), metrics }
+        Self { entries: Mutex::default(), next: AtomicU64::new(0), moved: Notify::new(), metrics }
     }
 
     /// Opens an entry; its key closes it.
@@ -95,6 +98,7 @@ impl Ledger {
         if closed {
             self.metrics.hand_off_ended(result);
             self.metrics.hand_offs_live(live);
+            self.moved.notify_waiters();
         }
     }
 
@@ -113,7 +117,17 @@ impl Ledger {
             self.metrics.hand_off_ended(HandOffResult::Expired);
         }
         self.metrics.hand_offs_live(live);
+        if expired > 0 {
+            self.moved.notify_waiters();
+        }
         expired
+    }
+
+    /// How many live hand-offs a peer granted or was sent.
+    pub(crate) fn of_peer(&self, id: &str) -> usize {
+        let entries = self.entries.lock();
+        let of_peer = |entry: &&Entry| entry.granted.prefill == id || entry.decode.as_deref() == Some(id);
+        entries.values().filter(of_peer).count()
     }
 
     pub(crate) fn views(&self) -> Vec<HandOffView> {

@@ -1,10 +1,12 @@
 //! kvbaton's core: it decides which pair serves a request, moves the bytes of both legs, and
 //! keeps account of every hand-off. Knows HTTP's types but no web framework.
 
+mod address;
 mod answer;
 mod connection;
 mod disagg;
 mod error;
+mod fleet;
 mod handoff;
 pub mod json;
 mod lease;
@@ -17,6 +19,7 @@ pub mod request;
 mod request_id;
 mod retry;
 mod settings;
+mod side_channel;
 pub mod splice;
 mod store;
 mod stream;
@@ -33,13 +36,14 @@ use tokio_util::task::TaskTracker;
 
 pub use disagg::Exchange;
 pub use error::{Broken, Fault, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
+pub use fleet::{DrainEnd, Drained};
 pub use kv_connector::fit::EngineTraits;
 pub use kv_connector::protocol::params::{Generation, TransferMode};
 pub use ledger::{HandOffState, HandOffView};
 pub use metrics::METRICS_CONTENT_TYPE;
 pub use pool::{
-    Authorization, ModelList, PairView, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Readiness,
-    Role, Verdict,
+    Authorization, ModelList, OperatorState, PairView, PeerFault, PeerPlace, PeerSpec, PeerSpecError,
+    PeerState, PeerView, QuarantineView, Readiness, Restarts, Role, Verdict, is_host,
 };
 pub use registry::{
     AboutEngine, ChangeKind, Changes, ClockReading, Echo, EngineRecord, EngineRole, EngineState,
@@ -50,14 +54,17 @@ pub use registry::{
 pub use request::{BadRequest, Endpoint, InjectedHandOff};
 pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{
-    HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Timeouts, UnknownPairs,
+    AddressCheck, HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Timeouts, UnknownPairs,
 };
+pub use side_channel::channels::{SideChannelState, SideChannelView};
+pub use side_channel::settings::{FrontSettings, NotPorts, PortRange, ReadSideChannels, SideChannelSettings};
 pub use store::{StoreFault, StoreKind, StoreSettings, StoreView};
 pub use stream::{RelayBody, RelayError};
 
 use ledger::Ledger;
 use metrics::Metrics;
 use pool::Pool;
+use side_channel::SideChannels;
 use store::{Storage as _, Store};
 use upstream::Upstream;
 
@@ -70,6 +77,7 @@ struct Core {
     registry: Registry,
     store: Store,
     retries: retry::Budget,
+    side_channels: SideChannels,
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
     stop: CancellationToken,
@@ -99,7 +107,8 @@ impl Proxy {
             ledger: Ledger::new(Arc::clone(&metrics)),
             store: Store::start(&settings.store, registry.clone(), &tasks, &stop),
             registry,
-            pool: Pool::default(),
+            pool: Pool::new(settings.pairing.clone()),
+            side_channels: SideChannels::default(),
             upstream,
             metrics,
             tasks,
@@ -108,6 +117,8 @@ impl Proxy {
             settings,
         });
         pool::probe::watch(Arc::clone(&core));
+        fleet::follow(Arc::clone(&core));
+        side_channel::start(&core);
         core.tasks.spawn(core.registry.clone().expire_until(core.stop.clone()));
         Self { core }
     }
@@ -169,12 +180,6 @@ impl Proxy {
         Ok(view)
     }
 
-    /// Takes a peer out of the fleet; requests in flight with it go on.
-    #[must_use]
-    pub fn remove_peer(&self, id: &str) -> Option<PeerView> {
-        self.core.pool.remove(id)
-    }
-
     /// The live hand-offs, oldest first.
     #[must_use]
     pub fn hand_offs(&self) -> Vec<HandOffView> {
@@ -186,7 +191,7 @@ impl Proxy {
     #[must_use]
     pub fn pairs(&self) -> Vec<PairView> {
         self.core.pool.learn(&self.core.registry);
-        self.core.pool.pairs(self.core.settings.pairing.unknown)
+        self.core.pool.pairs()
     }
 
     /// Whether new requests can be served.
@@ -194,7 +199,7 @@ impl Proxy {
     pub fn readiness(&self) -> Readiness {
         self.core.pool.learn(&self.core.registry);
         Readiness {
-            pair: self.core.pool.has_pair(self.core.settings.pairing.unknown),
+            pair: self.core.pool.has_pair(),
             prefill_ready: self.core.pool.ready(Stage::Prefill),
             decode_ready: self.core.pool.ready(Stage::Decode),
             draining: self.core.draining.load(Ordering::Relaxed),
@@ -264,6 +269,7 @@ impl Proxy {
     pub fn metrics(&self) -> String {
         self.core.ledger.sweep();
         self.core.metrics.store(&self.core.store.view());
+        self.core.count_fleet();
         self.core.metrics.encode()
     }
 }

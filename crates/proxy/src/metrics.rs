@@ -13,6 +13,7 @@ use prometheus_client::registry::{Registry, Unit};
 
 use crate::error::{HandOffRefusal, ProxyError, Stage, UpstreamFailure};
 use crate::request::Endpoint;
+use crate::side_channel::channels::SideChannelState;
 use crate::store::StoreView;
 
 /// Content type of the metrics page.
@@ -48,6 +49,12 @@ struct StageLabel {
     stage: &'static str,
 }
 
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PeerLabels {
+    stage: &'static str,
+    condition: &'static str,
+}
+
 /// How a hand-off ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HandOffResult {
@@ -70,6 +77,10 @@ pub(crate) struct Metrics {
     upstream_failures: Family<FailureLabels, Counter>,
     stream_errors: Counter,
     retries: Family<StageLabel, Counter>,
+    peers: Family<PeerLabels, Gauge>,
+    restarts: Family<StageLabel, Gauge>,
+    side_channel_looks: Family<ResultLabel, Counter>,
+    front_requests: Family<ResultLabel, Counter>,
     prefill_seconds: Histogram,
     decode_head_seconds: Histogram,
     hand_over_seconds: Histogram,
@@ -89,6 +100,10 @@ impl Metrics {
             upstream_failures: Family::default(),
             stream_errors: Counter::default(),
             retries: Family::default(),
+            peers: Family::default(),
+            restarts: Family::default(),
+            side_channel_looks: Family::default(),
+            front_requests: Family::default(),
             prefill_seconds: seconds(),
             decode_head_seconds: seconds(),
             hand_over_seconds: seconds(),
@@ -96,6 +111,17 @@ impl Metrics {
             store_age_seconds: Gauge::default(),
             registry: Registry::default(),
         };
+        registry.register(
+            "peers",
+            "Peers by stage and condition: open to new requests, unready, closed by their engine, drained, \
+             leaving; those kept from hand-offs also as quarantined",
+            metrics.peers.clone(),
+        );
+        registry.register(
+            "peer_restarts",
+            "Restarts of the present peers' engines that the registry saw",
+            metrics.restarts.clone(),
+        );
         registry.register("requests", "Requests by endpoint and outcome", metrics.requests.clone());
         registry.register(
             "handoffs",
@@ -124,6 +150,16 @@ impl Metrics {
             metrics.stream_errors.clone(),
         );
         registry.register("retries", "Legs that were tried again on another engine", metrics.retries.clone());
+        registry.register(
+            "side_channel_looks",
+            "Looks at engines' side channels by result: read, failed, not_asked, registers_itself",
+            metrics.side_channel_looks.clone(),
+        );
+        registry.register(
+            "front_requests",
+            "Messages at the router's own side channels: answered or dropped",
+            metrics.front_requests.clone(),
+        );
         registry.register_with_unit(
             "prefill",
             "Time from sending the prefill leg to its whole answer",
@@ -172,6 +208,23 @@ impl Metrics {
         self.store_age_seconds.set(view.age_seconds.unwrap_or(f64::INFINITY));
     }
 
+    /// Takes the fleet in as it is now: (stage, condition) of every peer, and restarts by stage.
+    pub(crate) fn fleet(
+        &self,
+        conditions: impl Iterator<Item = (Stage, &'static str)>,
+        restarts: impl Iterator<Item = (Stage, u64)>,
+    ) {
+        self.peers.clear();
+        for (stage, condition) in conditions {
+            self.peers.get_or_create(&PeerLabels { stage: stage.label(), condition }).inc();
+        }
+        self.restarts.clear();
+        for (stage, count) in restarts {
+            let count = i64::try_from(count).unwrap_or(i64::MAX);
+            self.restarts.get_or_create(&StageLabel { stage: stage.label() }).inc_by(count);
+        }
+    }
+
     pub(crate) fn request_ended(&self, endpoint: Endpoint, outcome: Outcome) {
         let labels = RequestLabels { endpoint: endpoint.label(), outcome: outcome.label() };
         self.requests.get_or_create(&labels).inc();
@@ -209,6 +262,22 @@ impl Metrics {
 
     pub(crate) fn retried(&self, stage: Stage) {
         self.retries.get_or_create(&StageLabel { stage: stage.label() }).inc();
+    }
+
+    pub(crate) fn side_channel_looked(&self, state: SideChannelState) {
+        let result = match state {
+            SideChannelState::Unread => "unread",
+            SideChannelState::Read => "read",
+            SideChannelState::NotAsked => "not_asked",
+            SideChannelState::Failed => "failed",
+            SideChannelState::RegistersItself => "registers_itself",
+        };
+        self.side_channel_looks.get_or_create(&ResultLabel { result }).inc();
+    }
+
+    pub(crate) fn front_asked(&self, answered: bool) {
+        let result = if answered { "answered" } else { "dropped" };
+        self.front_requests.get_or_create(&ResultLabel { result }).inc();
     }
 
     pub(crate) fn prefill_took(&self, seconds: f64) {

@@ -1,10 +1,14 @@
 //! The fleet: peers by role in one snapshot that is swapped whole, and the choice among them.
 
+mod adopt;
+pub(crate) mod matrix;
+pub(crate) mod operator;
 pub(crate) mod pairing;
 pub(crate) mod peer;
 pub(crate) mod probe;
+pub(crate) mod standing;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -13,17 +17,24 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use serde_json::value::RawValue;
 
-use pairing::Identity;
-pub use pairing::{PairView, Verdict};
-pub use peer::{Authorization, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Role};
+pub(crate) use adopt::Adopted;
+use matrix::{Matrix, PairKey, pair_key};
+pub use matrix::{PairView, QuarantineView};
+use operator::Operator;
+pub use operator::{OperatorState, PeerPlace};
+pub use pairing::Verdict;
+use pairing::{ByAddress, Identity};
+pub use peer::{Authorization, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Role, is_host};
 use peer::{InFlight, Peer};
+pub use standing::Restarts;
+use tokio::time::Instant;
 
 use crate::error::{ProxyError, Stage};
 use crate::registry::{Registry, canonical_base_url};
-use crate::settings::UnknownPairs;
+use crate::settings::Pairing;
 
-#[derive(Debug, Default)]
-struct Snapshot {
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Snapshot {
     prefill: Vec<Arc<Peer>>,
     decode: Vec<Arc<Peer>>,
 }
@@ -39,6 +50,13 @@ impl Snapshot {
     fn all(&self) -> impl Iterator<Item = &Arc<Peer>> {
         self.prefill.iter().chain(&self.decode)
     }
+
+    fn push(&mut self, peer: Arc<Peer>) {
+        match peer.spec.role {
+            Role::Prefill => self.prefill.push(peer),
+            Role::Decode => self.decode.push(peer),
+        }
+    }
 }
 
 /// All peers.
@@ -50,11 +68,25 @@ pub(crate) struct Pool {
     /// Whose turn it is among equally busy peers. One count per stage: with a common one, two
     /// choices a request would meet the same peer each time.
     turns: [AtomicUsize; 2],
-    /// The registry's revision that the peers' identities are of.
-    learnt: AtomicU64,
+    pairing: Pairing,
+    /// The verdicts on all pairs.
+    matrix: ArcSwap<Matrix>,
+    /// What operators decided.
+    pub(crate) operator: Operator,
+    /// Pairs of which one side restarted, until when they are not used.
+    quarantined: Mutex<HashMap<PairKey, Instant>>,
+    /// Held by whoever learns.
+    learning: Mutex<()>,
+    /// The registry's revision, and the count of wishes to learn anew, that the matrix is of.
+    learnt: [AtomicU64; 2],
+    wishes: AtomicU64,
 }
 
 impl Pool {
+    pub(crate) fn new(pairing: Pairing) -> Self {
+        Self { pairing, wishes: AtomicU64::new(1), ..Self::default() }
+    }
+
     /// Adds a peer; it takes requests after its first good probe.
     ///
     /// # Errors
@@ -66,19 +98,22 @@ impl Pool {
             Some(name) => checked_name(name)?,
             None => numbered(&current, &mut numbers, spec.role),
         };
-        let twin = current.all().find(|peer| {
-            peer.id == id || (peer.spec.role == spec.role && is_same_url(&peer.spec.url, &spec.url))
-        });
+        // Who came by registration gives way to whoever is named.
+        let is_here =
+            |peer: &Arc<Peer>| peer.spec.role == spec.role && is_same_url(&peer.spec.url, &spec.url);
+        let twin = current
+            .all()
+            .find(|peer| (peer.id == id || is_here(peer)) && !(peer.standing.is_adopted() && is_here(peer)));
         if let Some(twin) = twin {
             return Err(PeerSpecError::Exists { id: twin.id.clone() });
         }
+        let mut next = Snapshot::clone(&current);
+        next.prefill.retain(|peer| !is_here(peer));
+        next.decode.retain(|peer| !is_here(peer));
         let peer = Arc::new(Peer::new(id, spec)?);
-        let mut next = Snapshot { prefill: current.prefill.clone(), decode: current.decode.clone() };
-        match peer.spec.role {
-            Role::Prefill => next.prefill.push(Arc::clone(&peer)),
-            Role::Decode => next.decode.push(Arc::clone(&peer)),
-        }
+        next.push(Arc::clone(&peer));
         self.snapshot.store(Arc::new(next));
+        self.mark();
         self.relearn();
         Ok(peer)
     }
@@ -87,11 +122,30 @@ impl Pool {
     pub(crate) fn remove(&self, id: &str) -> Option<PeerView> {
         let _changing = self.changes.lock();
         let current = self.snapshot.load();
-        let gone = current.all().find(|peer| peer.id == id).map(|peer| peer.view())?;
-        let keep = |peers: &[Arc<Peer>]| peers.iter().filter(|peer| peer.id != id).cloned().collect();
-        self.snapshot
-            .store(Arc::new(Snapshot { prefill: keep(&current.prefill), decode: keep(&current.decode) }));
-        Some(gone)
+        let gone = current.all().find(|peer| peer.id == id)?;
+        self.take_out(&current, gone);
+        Some(gone.view())
+    }
+
+    fn take_out(&self, current: &Snapshot, gone: &Arc<Peer>) {
+        let mut next = current.clone();
+        next.prefill.retain(|peer| !Arc::ptr_eq(peer, gone));
+        next.decode.retain(|peer| !Arc::ptr_eq(peer, gone));
+        self.snapshot.store(Arc::new(next));
+        self.relearn();
+    }
+
+    /// Gives every peer the marks that operators decided on.
+    pub(crate) fn mark(&self) {
+        let decided = self.operator.state();
+        let mut news = false;
+        for peer in self.snapshot.load().all() {
+            peer.standing.set_drained(decided.drained.contains(&peer.id));
+            news |= peer.standing.set_quarantined(decided.quarantined.contains(&peer.id));
+        }
+        if news {
+            self.relearn();
+        }
     }
 
     pub(crate) fn get(&self, id: &str) -> Option<Arc<Peer>> {
@@ -102,34 +156,108 @@ impl Pool {
         self.snapshot.load().all().cloned().collect()
     }
 
-    /// Takes over what the registry says, if it has changed since.
+    /// Takes over what the registry says and judges the pairs, if anything has changed since.
     pub(crate) fn learn(&self, registry: &Registry) {
-        if self.learnt.load(Ordering::Acquire) == registry.revision() {
+        if self.is_current(registry) {
             return;
         }
+        let _learning = self.learning.lock();
+        if self.is_current(registry) {
+            return;
+        }
+        let wishes = self.wishes.load(Ordering::Acquire);
         let registry = registry.snapshot();
-        for peer in self.snapshot.load().all() {
-            let identity = Identity::of(peer, &registry);
-            if **peer.identity.load() != identity {
+        let peers = self.snapshot.load();
+        let by_address = ByAddress::new(&registry);
+        for peer in peers.all() {
+            let identity = Identity::of(peer, &by_address);
+            if !peer.identity.load().is(&identity) {
+                let ended = peer.standing.learn(&identity);
                 peer.identity.store(Arc::new(identity));
+                if !ended.is_empty() {
+                    self.restarted(&peers, peer, &ended);
+                }
             }
         }
-        self.learnt.store(registry.revision, Ordering::Release);
+        let matrix = Matrix::of(&peers, &self.matrix.load(), self.pairing.unknown, &self.quarantined.lock());
+        self.quarantined.lock().retain(|pair, _| matrix.knows(pair));
+        self.matrix.store(Arc::new(matrix));
+        self.learnt[1].store(wishes, Ordering::Release);
+        self.learnt[0].store(registry.revision, Ordering::Release);
     }
 
-    /// The next identities are made anew, because a peer has come or has named a new engine.
+    fn is_current(&self, registry: &Registry) -> bool {
+        self.learnt[1].load(Ordering::Acquire) == self.wishes.load(Ordering::Acquire)
+            && self.learnt[0].load(Ordering::Acquire) == registry.revision()
+    }
+
+    /// An engine of a peer began another life: whoever talked to the old one may be kept away.
+    fn restarted(&self, peers: &Snapshot, peer: &Arc<Peer>, ended: &[String]) {
+        tracing::info!(peer = %peer.id, url = %peer.spec.url, ?ended, "an engine restarted");
+        let lasts = self.pairing.quarantine_restarted;
+        if !lasts.is_zero() {
+            let until = Instant::now() + lasts;
+            let mut quarantined = self.quarantined.lock();
+            match peer.spec.role {
+                Role::Prefill => {
+                    for decode in &peers.decode {
+                        if ended.iter().any(|engine_id| decode.has_met(engine_id)) {
+                            quarantined.insert(pair_key(peer, decode), until);
+                        }
+                    }
+                }
+                Role::Decode => {
+                    for prefill in &peers.prefill {
+                        let engines = &prefill.identity.load().engines;
+                        if engines.iter().any(|engine| peer.has_met(&engine.engine_id)) {
+                            quarantined.insert(pair_key(prefill, peer), until);
+                        }
+                    }
+                }
+            }
+        }
+        if peer.spec.role == Role::Decode {
+            peer.forget_met();
+        }
+    }
+
+    /// Lets quarantines end whose time is over.
+    pub(crate) fn end_quarantines(&self, now: Instant) {
+        let mut quarantined = self.quarantined.lock();
+        let before = quarantined.len();
+        quarantined.retain(|_, until| now < *until);
+        if quarantined.len() != before {
+            self.relearn();
+        }
+    }
+
+    /// Ends the quarantines of all pairs of a peer.
+    pub(crate) fn end_quarantines_of(&self, peer: &Peer) {
+        let place = std::ptr::from_ref(peer).addr();
+        self.quarantined.lock().retain(|(prefill, decode), _| *prefill != place && *decode != place);
+        self.relearn();
+    }
+
+    /// The pairs are judged anew before the next choice, because a peer has come or gone or shows
+    /// itself as another one.
     pub(crate) fn relearn(&self) {
-        self.learnt.store(u64::MAX, Ordering::Release);
+        self.wishes.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// The least busy ready peer of a stage that fits and lists the model. When no fitting peer lists
+    /// Whether a pair may hand off. A peer that has just left the fleet goes on as it was.
+    pub(crate) fn fits(&self, prefill: &Peer, decode: &Peer) -> bool {
+        let known = self.matrix.load().fits(prefill, decode);
+        known.unwrap_or_else(|| pairing::judge(prefill, decode).allows(self.pairing.unknown))
+    }
+
+    /// The least busy open peer of a stage that fits and lists the model. When no fitting peer lists
     /// it, any fitting one: the engine answers in its own words whether it has the model.
     ///
     /// `tried` are those that have failed this request already.
     ///
     /// # Errors
-    /// [`ProxyError::NoPeer`] when none is ready, [`ProxyError::NoCompatiblePair`] when none of those
-    /// that are ready fits.
+    /// [`ProxyError::NoPeer`] when none is open, [`ProxyError::NoCompatiblePair`] when none of those
+    /// that are open fits.
     pub(crate) fn choose(
         &self,
         stage: Stage,
@@ -144,46 +272,50 @@ impl Pool {
         let ready: Vec<&Arc<Peer>> = peers[start..]
             .iter()
             .chain(&peers[..start])
-            .filter(|peer| peer.is_ready() && !tried.iter().any(|other| Arc::ptr_eq(other, peer)))
+            .filter(|peer| peer.is_open() && !tried.iter().any(|other| Arc::ptr_eq(other, peer)))
             .collect();
         let least_busy = |lists: &dyn Fn(&Peer) -> bool| {
             ready.iter().filter(|peer| lists(peer) && fits(peer)).min_by_key(|peer| peer.in_flight())
         };
         let serving = model.and_then(|model| least_busy(&|peer| peer.serves(model)));
-        match serving.or_else(|| least_busy(&|_| true)) {
-            Some(peer) => Ok(peer.enter()),
-            None if ready.is_empty() => Err(ProxyError::NoPeer(stage)),
-            None => Err(ProxyError::NoCompatiblePair),
+        let entered = match serving.or_else(|| least_busy(&|_| true)) {
+            Some(peer) => peer.enter(),
+            None if ready.is_empty() => return Err(ProxyError::NoPeer(stage)),
+            None => return Err(ProxyError::NoCompatiblePair),
+        };
+        if entered.peer.standing.is_open() {
+            return Ok(entered);
         }
+        // It was closed between the look and the step in; whoever closed it may not have seen this.
+        drop(entered);
+        self.choose(stage, model, tried, fits)
     }
 
-    /// Whether a decode peer has a ready prefill peer that can hand off to it.
-    pub(crate) fn has_partner(&self, decode: &Peer, unknown: UnknownPairs) -> bool {
-        let snapshot = self.snapshot.load();
-        snapshot.prefill.iter().any(|p| p.is_ready() && pairing::judge(p, decode).allows(unknown))
+    /// Whether a decode peer has an open prefill peer that can hand off to it.
+    pub(crate) fn has_partner(&self, decode: &Peer) -> bool {
+        self.matrix.load().partners(decode).iter().any(|prefill| prefill.is_open())
     }
 
-    /// Whether any ready pair can hand off.
-    pub(crate) fn has_pair(&self, unknown: UnknownPairs) -> bool {
-        let snapshot = self.snapshot.load();
-        snapshot.decode.iter().any(|decode| decode.is_ready() && self.has_partner(decode, unknown))
+    /// Whether any open pair can hand off.
+    pub(crate) fn has_pair(&self) -> bool {
+        self.snapshot.load().decode.iter().any(|decode| decode.is_open() && self.has_partner(decode))
     }
 
     /// Every pair, with what is known of it.
-    pub(crate) fn pairs(&self, unknown: UnknownPairs) -> Vec<PairView> {
-        let snapshot = self.snapshot.load();
+    pub(crate) fn pairs(&self) -> Vec<PairView> {
+        let (snapshot, matrix) = (self.snapshot.load(), self.matrix.load());
         let pairs = snapshot.prefill.iter().flat_map(|p| snapshot.decode.iter().map(move |d| (p, d)));
-        pairs.map(|(prefill, decode)| PairView::of(prefill, decode, unknown)).collect()
+        pairs.filter_map(|(prefill, decode)| matrix.view(prefill, decode)).collect()
     }
 
-    /// The peers of a stage that take requests.
+    /// The peers of a stage that answer, whether they get new requests or not.
     pub(crate) fn ready_peers(&self, stage: Stage) -> Vec<Arc<Peer>> {
         self.snapshot.load().of(stage).iter().filter(|peer| peer.is_ready()).cloned().collect()
     }
 
-    /// How many peers of a stage take requests.
+    /// How many peers of a stage take new requests.
     pub(crate) fn ready(&self, stage: Stage) -> usize {
-        self.snapshot.load().of(stage).iter().filter(|peer| peer.is_ready()).count()
+        self.snapshot.load().of(stage).iter().filter(|peer| peer.is_open()).count()
     }
 
     /// The union of the ready peers' model lists, each entry as the first peer gave it.

@@ -9,6 +9,7 @@ mod limits;
 mod look_up;
 mod record;
 mod registration;
+mod sampled;
 #[cfg(feature = "etcd")]
 pub(crate) mod shared;
 mod state;
@@ -279,6 +280,23 @@ impl Registry {
         let now = Instant::now();
         let state = self.shared.state.read();
         state.at(&base_url).filter(|engine| engine.is_live(now)).cloned().collect()
+    }
+
+    /// Whether another engine is where an engine was.
+    pub(crate) fn is_replaced(&self, engine: &EngineRecord) -> bool {
+        let Some(base_url) = &engine.base_url else { return false };
+        let state = self.shared.state.read();
+        state.at(base_url).any(|now| now.dp_rank == engine.dp_rank && now.engine_id != engine.engine_id)
+    }
+
+    /// Whether an engine was at this address until another took it.
+    pub(crate) fn is_former(&self, engine_id: &str, base_url: &str) -> bool {
+        self.shared.state.read().replaced(engine_id).is_some_and(|address| address.0 == base_url)
+    }
+
+    /// Ends when nothing new is begun any more.
+    pub(crate) fn closing(&self) -> &CancellationToken {
+        &self.shared.closing
     }
 
     /// One rank of an engine in whatever state.

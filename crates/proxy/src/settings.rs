@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::request::InjectedHandOff;
+use crate::side_channel::settings::SideChannelSettings;
 use crate::store::StoreSettings;
 
 /// What the core needs to know to serve requests.
@@ -20,6 +21,8 @@ pub struct Settings {
     pub hand_off: HandOffPolicy,
     /// Which engines are paired.
     pub pairing: Pairing,
+    /// The engines' ZMQ side channels.
+    pub side_channel: SideChannelSettings,
     /// Trying again on another engine.
     pub retry: Retry,
     /// Bounds on memory.
@@ -33,12 +36,19 @@ pub struct Settings {
 #[serde(default, deny_unknown_fields)]
 pub struct Pairing {
     /// What becomes of pairs of which too little is known.
+    #[serde(alias = "unknown_compat")]
     pub unknown: UnknownPairs,
+    /// How long a pair is kept apart whose engines have talked when one of them restarts; zero does
+    /// not keep them apart.
+    #[serde(with = "humantime_serde")]
+    pub quarantine_restarted: Duration,
+    /// Whether engines that register with a base URL and a role become peers.
+    pub adopt_registered: bool,
 }
 
 impl Default for Pairing {
     fn default() -> Self {
-        Self { unknown: UnknownPairs::Allow }
+        Self { unknown: UnknownPairs::Allow, quarantine_restarted: Duration::ZERO, adopt_registered: true }
     }
 }
 
@@ -162,6 +172,21 @@ pub struct HandOffPolicy {
     /// Whether a hand-off must name enough blocks for its tokens where the registry knows the
     /// engine's block size. Turn it off for models whose every layer has a sliding window.
     pub check_block_count: bool,
+    /// Which addresses a hand-off may name.
+    pub address_check: AddressCheck,
+}
+
+/// Which side channel addresses a prefill engine's hand-offs may name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AddressCheck {
+    /// The peer's own host, and what is known of its side channel.
+    Strict,
+    /// The same where something is known of the side channel, by `side_channel` in the settings or
+    /// by the engine's registration; anything elsewhere.
+    Known,
+    /// Any.
+    Off,
 }
 
 impl Default for HandOffPolicy {
@@ -175,6 +200,7 @@ impl Default for HandOffPolicy {
             lease_margin: Duration::from_secs(5),
             abandon_grace: Duration::from_secs(5),
             check_block_count: true,
+            address_check: AddressCheck::Known,
         }
     }
 }

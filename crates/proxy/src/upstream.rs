@@ -3,7 +3,7 @@
 
 use std::error::Error as _;
 use std::future::Future;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -66,6 +66,8 @@ pub(crate) struct Leg<'a> {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Route {
     pub(crate) same_host: bool,
+    /// The other end of the connection.
+    pub(crate) remote: Option<IpAddr>,
 }
 
 /// Runs the client's connections as tracked tasks.
@@ -209,11 +211,11 @@ fn classify(stage: Stage, error: &hyper_util::client::legacy::Error) -> Upstream
 
 /// Whether an engine runs on this host, by the two ends of the connection that its answer came on.
 pub(crate) fn route<B>(response: &Response<B>) -> Route {
-    let same_host = response
-        .extensions()
-        .get::<HttpInfo>()
-        .is_some_and(|info| is_same_host(info.remote_addr(), info.local_addr()));
-    Route { same_host }
+    let info = response.extensions().get::<HttpInfo>();
+    Route {
+        same_host: info.is_some_and(|info| is_same_host(info.remote_addr(), info.local_addr())),
+        remote: info.map(|info| info.remote_addr().ip().to_canonical()),
+    }
 }
 
 fn is_same_host(remote: SocketAddr, local: SocketAddr) -> bool {

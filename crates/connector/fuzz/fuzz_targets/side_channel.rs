@@ -43,7 +43,7 @@ fn ready<F: Future>(future: F) -> F::Output {
 async fn receive_all(mut stream: impl AsyncRead + Unpin) -> Messages {
     let mut messages = Vec::new();
     loop {
-        match zmtp::receive(&mut stream).await {
+        match zmtp::receive(&mut stream, zmtp::MAX_REPLY).await {
             Ok(frames) => messages.push(frames),
             Err(error) => return (messages, error.kind()),
         }
@@ -55,7 +55,7 @@ fn message(frames: &[Vec<u8>]) {
     let mut sent = Vec::new();
     let slices: Vec<&[u8]> = frames.iter().map(Vec::as_slice).collect();
     ready(zmtp::send(&mut sent, &slices)).expect("memory takes everything");
-    assert_eq!(ready(zmtp::receive(&mut sent.as_slice())).expect("what was sent can be read"), frames);
+    assert_eq!(ready(zmtp::receive(&mut sent.as_slice(), zmtp::MAX_REPLY)).expect("what was sent can be read"), frames);
     for frame in frames {
         let _decided = HandshakeRequest::decode(Generation::V14, frame);
         let _decided = decode_clock(frame);

@@ -69,6 +69,24 @@ impl HandshakeRequest {
         if got != expected {
             return Err(RequestError::ItemCount { expected, got });
         }
+        Self::read_items(generation, reader)
+    }
+
+    /// Reads a request of either generation, which its number of items tells.
+    ///
+    /// # Errors
+    /// Whatever a server of neither generation could answer sensibly.
+    pub fn decode_any(bytes: &[u8]) -> Result<(Generation, Self), RequestError> {
+        let mut reader = Reader::new(bytes);
+        let generation = match reader.array_header("request")? {
+            2 => Generation::V2,
+            3 => Generation::V14,
+            got => return Err(RequestError::ItemCount { expected: 3, got }),
+        };
+        Ok((generation, Self::read_items(generation, reader)?))
+    }
+
+    fn read_items(generation: Generation, mut reader: Reader<'_>) -> Result<Self, RequestError> {
         if reader.bin("tag")? != GET_METADATA {
             return Err(RequestError::UnknownMessage);
         }

@@ -30,47 +30,77 @@ pub async fn shake_hands(
     clock: impl Fn() -> ClockTime,
 ) -> Result<Vec<RankReply>, HandshakeFailure> {
     let port = u16::try_from(job.port).map_err(|_| HandshakeFailure::Unreachable)?;
-    let mut stream = connect(&job.host, port).await?;
+    // A ZMQ socket keeps trying to connect in the background; so does this, for as long as it may wait.
+    let deadline = Instant::now() + RECEIVE_TIMEOUT;
+    let attempt = async {
+        loop {
+            match TcpStream::connect((job.host.as_str(), port)).await {
+                Ok(stream) => return stream,
+                Err(error) => {
+                    tracing::debug!(job.host, port, %error, "side channel cannot be reached yet");
+                }
+            }
+            sleep(RETRY_PAUSE).await;
+        }
+    };
+    let stream = timeout_at(deadline, attempt).await.map_err(|_| HandshakeFailure::Unreachable)?;
+    let mut client = timeout_at(deadline, SideChannelClient::greet(stream))
+        .await
+        .map_err(|_| HandshakeFailure::Timeout)??;
     let mut replies = Vec::with_capacity(job.ranks.len());
     for &(pp_rank, tp_rank) in &job.ranks {
-        let request = HandshakeRequest { pp_rank, tp_rank }.encode(job.generation);
         let sent = clock();
-        let exchange = async {
-            zmtp::send(&mut stream, &[b"", &request]).await?;
-            zmtp::receive(&mut stream).await
-        };
-        let frames = timeout(RECEIVE_TIMEOUT, exchange)
-            .await
-            .map_err(|_| HandshakeFailure::Timeout)?
-            .map_err(|error| failure(&error))?;
+        let asked = client.ask(job.generation, HandshakeRequest { pp_rank, tp_rank });
+        let (payload, remote_seconds) =
+            timeout(RECEIVE_TIMEOUT, asked).await.map_err(|_| HandshakeFailure::Timeout)??;
         let received = clock();
-        let (payload, remote_seconds) = read_reply(job.generation, frames)?;
         let clock = remote_seconds.map(|remote_seconds| ClockSample { sent, received, remote_seconds });
         replies.push(RankReply { pp_rank, tp_rank, payload, clock });
     }
     Ok(replies)
 }
 
-/// A ZMQ socket keeps trying to connect in the background; so does this, for as long as it may wait.
-async fn connect(host: &str, port: u16) -> Result<BufStream<TcpStream>, HandshakeFailure> {
-    let deadline = Instant::now() + RECEIVE_TIMEOUT;
-    let attempt = async {
-        loop {
-            match TcpStream::connect((host, port)).await {
-                Ok(stream) => return stream,
-                Err(error) => tracing::debug!(host, port, %error, "side channel cannot be reached yet"),
-            }
-            sleep(RETRY_PAUSE).await;
-        }
-    };
-    let stream = timeout_at(deadline, attempt).await.map_err(|_| HandshakeFailure::Unreachable)?;
-    stream.set_nodelay(true).map_err(|error| failure(&error))?;
-    let mut stream = BufStream::new(stream);
-    timeout_at(deadline, zmtp::greet(&mut stream, SocketType::Req))
-        .await
-        .map_err(|_| HandshakeFailure::Timeout)?
-        .map_err(|error| failure(&error))?;
-    Ok(stream)
+/// One connection to a side channel, and so to one process: what answers on it is one engine's.
+#[derive(Debug)]
+pub struct SideChannelClient {
+    stream: BufStream<TcpStream>,
+}
+
+impl SideChannelClient {
+    /// Connects once. Sets no deadline; dropping the future ends the attempt.
+    ///
+    /// # Errors
+    /// Nobody listens there, or somebody who does not speak ZMTP.
+    pub async fn connect(host: &str, port: u16) -> Result<Self, HandshakeFailure> {
+        let stream = TcpStream::connect((host, port)).await.map_err(|error| failure(&error))?;
+        Self::greet(stream).await
+    }
+
+    async fn greet(stream: TcpStream) -> Result<Self, HandshakeFailure> {
+        stream.set_nodelay(true).map_err(|error| failure(&error))?;
+        let mut stream = BufStream::new(stream);
+        zmtp::greet(&mut stream, SocketType::Req).await.map_err(|error| failure(&error))?;
+        Ok(Self { stream })
+    }
+
+    /// Asks for one rank's payload and, in v14, the peer's clock in seconds. Sets no deadline.
+    ///
+    /// A request of another generation than the peer's, or for a rank that it has not, ends a vLLM
+    /// engine's listener for good: never guess. After an error or a dropped future the connection is
+    /// of no more use.
+    ///
+    /// # Errors
+    /// The connection ended, or the reply has not the frames of the generation.
+    pub async fn ask(
+        &mut self,
+        generation: Generation,
+        request: HandshakeRequest,
+    ) -> Result<(Vec<u8>, Option<f64>), HandshakeFailure> {
+        let request = request.encode(generation);
+        zmtp::send(&mut self.stream, &[b"", &request]).await.map_err(|error| failure(&error))?;
+        let frames = zmtp::receive(&mut self.stream, zmtp::MAX_REPLY).await;
+        read_reply(generation, frames.map_err(|error| failure(&error))?)
+    }
 }
 
 fn failure(error: &io::Error) -> HandshakeFailure {

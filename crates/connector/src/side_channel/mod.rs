@@ -8,8 +8,8 @@ mod client;
 mod server;
 mod zmtp;
 
-pub use client::shake_hands;
-pub use server::{RankPayloads, SideChannelServer};
+pub use client::{SideChannelClient, shake_hands};
+pub use server::{RankPayloads, SideChannelServer, reply_frames};
 
 /// How long a client waits for each reply.
 pub const RECEIVE_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);

@@ -1,14 +1,16 @@
 //! The serving side: answers requests for the payloads of this engine's ranks.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::SocketAddr;
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::io::BufStream;
 use tokio::net::{TcpListener, TcpStream, ToSocketAddrs};
-use tokio::task::JoinSet;
+use tokio::sync::Notify;
+use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::timeout;
 
 use crate::ClockTime;
@@ -20,10 +22,12 @@ use super::zmtp::{self, SocketType};
 /// Encoded handshake payloads by (pipeline rank, transfer rank).
 pub type RankPayloads = HashMap<(u32, u32), Vec<u8>>;
 
-/// Connections served at a time; more wait in the listener's queue.
-const MAX_CONNECTIONS: usize = 1024;
+/// Connections served at a time; for one more the oldest is closed, since a handshake is short.
+pub(super) const MAX_CONNECTIONS: usize = 256;
 /// How long a peer may take to introduce itself or to take an answer.
 const PEER_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a connection may be silent; a ZMQ socket connects again when it wants something.
+const SILENCE: Duration = Duration::from_secs(60);
 /// How long accepting rests after an error, such as too many open files.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
@@ -31,12 +35,6 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 #[derive(Debug)]
 pub struct SideChannelServer {
     listener: TcpListener,
-}
-
-struct Served<C> {
-    generation: Generation,
-    payloads: RankPayloads,
-    clock: C,
 }
 
 impl SideChannelServer {
@@ -70,21 +68,50 @@ impl SideChannelServer {
         payloads: RankPayloads,
         clock: impl Fn() -> ClockTime + Send + Sync + 'static,
     ) {
-        let served = Arc::new(Served { generation, payloads, clock });
+        self.serve_with(move |frames| {
+            let reply = read_request(generation, frames).and_then(|request| {
+                let payload = payloads.get(&(request.pp_rank, request.tp_rank));
+                if payload.is_none() {
+                    tracing::warn!("side channel request dropped: the rank is not served");
+                }
+                Some(reply_frames(generation, payload?.clone(), clock().as_secs_f64()))
+            });
+            ControlFlow::Continue(reply)
+        })
+        .await;
+    }
+
+    /// Serves whatever `answer` makes of a request's frames, the delimiter included: the frames after
+    /// the reply's own delimiter, or nothing, which the peer's timeout tells it. Must not block.
+    ///
+    /// Ends when `answer` breaks off or the future is dropped; both close the port and every
+    /// connection.
+    pub async fn serve_with<A>(self, answer: A)
+    where
+        A: Fn(&[Vec<u8>]) -> ControlFlow<(), Option<Vec<Vec<u8>>>> + Send + Sync + 'static,
+    {
+        let served = Arc::new((answer, Notify::new()));
         let mut connections = JoinSet::new();
+        let mut oldest = VecDeque::<AbortHandle>::new();
         loop {
             while connections.try_join_next().is_some() {}
-            if connections.len() >= MAX_CONNECTIONS {
-                connections.join_next().await;
+            oldest.retain(|connection| !connection.is_finished());
+            while oldest.len() >= MAX_CONNECTIONS {
+                oldest.pop_front().inspect(AbortHandle::abort);
             }
-            match self.listener.accept().await {
+            let accepted = tokio::select! {
+                () = served.1.notified() => return,
+                accepted = self.listener.accept() => accepted,
+            };
+            match accepted {
                 Ok((stream, peer)) => {
                     let served = Arc::clone(&served);
-                    connections.spawn(async move {
-                        if let Err(error) = serve_peer(stream, &served).await {
-                            tracing::debug!(%peer, %error, "side channel connection ended");
+                    oldest.push_back(connections.spawn(async move {
+                        match serve_peer(stream, &served.0).await {
+                            Ok(()) => served.1.notify_one(),
+                            Err(error) => tracing::debug!(%peer, %error, "side channel connection ended"),
                         }
-                    });
+                    }));
                 }
                 Err(error) => {
                     tracing::warn!(%error, "side channel cannot accept a connection");
@@ -95,37 +122,44 @@ impl SideChannelServer {
     }
 }
 
-async fn serve_peer<C: Fn() -> ClockTime>(stream: TcpStream, served: &Served<C>) -> io::Result<()> {
+/// The frames of a reply in a generation; the older one knows no clock.
+pub fn reply_frames(generation: Generation, payload: Vec<u8>, clock_seconds: f64) -> Vec<Vec<u8>> {
+    match generation {
+        Generation::V2 => vec![payload],
+        Generation::V14 => vec![payload, encode_clock(clock_seconds)],
+    }
+}
+
+fn read_request(generation: Generation, frames: &[Vec<u8>]) -> Option<HandshakeRequest> {
+    let [delimiter, request] = frames else {
+        tracing::warn!(frames = frames.len(), "side channel request dropped: not two frames");
+        return None;
+    };
+    if !delimiter.is_empty() {
+        tracing::warn!("side channel request dropped: no delimiter");
+        return None;
+    }
+    HandshakeRequest::decode(generation, request)
+        .inspect_err(|error| tracing::warn!(%error, "side channel request dropped"))
+        .ok()
+}
+
+/// Serves one connection until it ends, which is an error, or until the answers end.
+async fn serve_peer<A>(stream: TcpStream, answer: &A) -> io::Result<()>
+where
+    A: Fn(&[Vec<u8>]) -> ControlFlow<(), Option<Vec<Vec<u8>>>>,
+{
     stream.set_nodelay(true)?;
     let mut stream = BufStream::new(stream);
     timeout(PEER_TIMEOUT, zmtp::greet(&mut stream, SocketType::Router)).await??;
     loop {
-        let frames = zmtp::receive(&mut stream).await?;
-        let [delimiter, request] = frames.as_slice() else {
-            tracing::warn!(frames = frames.len(), "side channel request dropped: not two frames");
-            continue;
+        let frames = timeout(SILENCE, zmtp::receive(&mut stream, zmtp::MAX_REQUEST)).await??;
+        let reply = match answer(&frames) {
+            ControlFlow::Break(()) => return Ok(()),
+            ControlFlow::Continue(None) => continue,
+            ControlFlow::Continue(Some(reply)) => reply,
         };
-        if !delimiter.is_empty() {
-            tracing::warn!("side channel request dropped: no delimiter");
-            continue;
-        }
-        let payload = match HandshakeRequest::decode(served.generation, request) {
-            Ok(request) => served.payloads.get(&(request.pp_rank, request.tp_rank)),
-            Err(error) => {
-                tracing::warn!(%error, "side channel request dropped");
-                continue;
-            }
-        };
-        // An unknown rank gets no answer: the peer's timeout tells it.
-        let Some(payload) = payload else {
-            tracing::warn!("side channel request dropped: the rank is not served");
-            continue;
-        };
-        let clock = encode_clock((served.clock)().as_secs_f64());
-        let reply: &[&[u8]] = match served.generation {
-            Generation::V2 => &[b"", payload],
-            Generation::V14 => &[b"", payload, &clock],
-        };
-        timeout(PEER_TIMEOUT, zmtp::send(&mut stream, reply)).await??;
+        let frames: Vec<&[u8]> = std::iter::once(&[][..]).chain(reply.iter().map(Vec::as_slice)).collect();
+        timeout(PEER_TIMEOUT, zmtp::send(&mut stream, &frames)).await??;
     }
 }

@@ -1,5 +1,6 @@
 use std::collections::HashMap;
 use std::net::SocketAddr;
+use std::ops::ControlFlow;
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -84,7 +85,7 @@ async fn a_real_request_gets_payload_and_clock() {
     with_server(Generation::V14, |address| async move {
         let mut stream = raw(address).await;
         zmtp::send(&mut stream, &[b"", &capture("sidechannel_P.request.bin")]).await.unwrap();
-        let frames = zmtp::receive(&mut stream).await.unwrap();
+        let frames = zmtp::receive(&mut stream, zmtp::MAX_REPLY).await.unwrap();
         assert_eq!(frames.len(), 3);
         assert_eq!((frames[0].len(), &frames[1]), (0, &payloads()[&(0, 0)]));
         assert_eq!(frames[2], crate::protocol::handshake::encode_clock(1610.704));
@@ -112,7 +113,7 @@ async fn malformed_requests_are_dropped_and_the_next_one_is_served() {
         }
         let request = HandshakeRequest { pp_rank: 0, tp_rank: 1 };
         zmtp::send(&mut stream, &[b"", &request.encode(Generation::V14)]).await.unwrap();
-        assert_eq!(zmtp::receive(&mut stream).await.unwrap()[1], [8]);
+        assert_eq!(zmtp::receive(&mut stream, zmtp::MAX_REPLY).await.unwrap()[1], [8]);
         let served = shake_hands(&job(Generation::V14, address, &[(0, 0)]), ticking()).await;
         assert!(served.is_ok());
     })
@@ -157,6 +158,42 @@ async fn peers_that_break_the_protocol_end_only_their_own_connection() {
     .await;
 }
 
+#[tokio::test]
+async fn a_server_may_answer_as_it_likes_and_end_itself() {
+    let server = SideChannelServer::bind("127.0.0.1:0").await.unwrap();
+    let address = server.local_addr().unwrap();
+    let serving = server.serve_with(|frames| match frames {
+        [delimiter, request] if delimiter.is_empty() && request == b"end" => ControlFlow::Break(()),
+        [_, request] if request == b"nothing" => ControlFlow::Continue(None),
+        frames => ControlFlow::Continue(Some(vec![vec![frames.len() as u8], b"reply".to_vec()])),
+    });
+    let client = async {
+        let mut stream = raw(address).await;
+        zmtp::send(&mut stream, &[b"", b"nothing"]).await.unwrap();
+        zmtp::send(&mut stream, &[b"", b"x", b"y"]).await.unwrap();
+        let frames = zmtp::receive(&mut stream, zmtp::MAX_REPLY).await.unwrap();
+        assert_eq!(frames, [b"".to_vec(), vec![3], b"reply".to_vec()]);
+        zmtp::send(&mut stream, &[b"", b"end"]).await.unwrap();
+        let mut rest = Vec::new();
+        stream.read_to_end(&mut rest).await.unwrap();
+        assert!(rest.is_empty());
+    };
+    tokio::join!(serving, client);
+    assert!(TcpStream::connect(address).await.is_err(), "the port is closed");
+}
+
+#[tokio::test]
+async fn silent_connections_keep_nobody_out() {
+    with_server(Generation::V14, |address| async move {
+        let mut silent = Vec::new();
+        for _ in 0..super::server::MAX_CONNECTIONS + 50 {
+            silent.push(TcpStream::connect(address).await.unwrap());
+        }
+        assert!(shake_hands(&job(Generation::V14, address, &[(0, 0)]), ticking()).await.is_ok());
+    })
+    .await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_client_waits_five_seconds_for_a_reply_and_for_a_listener() {
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -182,7 +219,7 @@ async fn answered(generation: Generation, frames: &[&[u8]]) -> Result<(), Handsh
     let answering = async {
         let (mut stream, _) = listener.accept().await.unwrap();
         zmtp::greet(&mut stream, SocketType::Router).await.unwrap();
-        zmtp::receive(&mut stream).await.unwrap();
+        zmtp::receive(&mut stream, zmtp::MAX_REPLY).await.unwrap();
         zmtp::send(&mut stream, frames).await.unwrap();
         stream
     };

@@ -4,8 +4,12 @@ use std::io;
 
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-/// Longest frame that is read; payloads are far shorter.
-const MAX_FRAME: u64 = 16 << 20;
+/// Longest message that an asking side reads; payloads are far shorter.
+pub(super) const MAX_REPLY: u64 = 16 << 20;
+/// Longest message that a serving side reads; requests have some twenty bytes.
+pub(super) const MAX_REQUEST: u64 = 4 << 10;
+/// Longest command; READY carries a few short properties.
+const MAX_COMMAND: u64 = 4 << 10;
 /// Most frames of one message.
 const MAX_FRAMES: usize = 16;
 
@@ -52,7 +56,7 @@ where
     }
     stream.write_all(&ready(socket)).await?;
     stream.flush().await?;
-    match read_frame(stream).await? {
+    match read_frame(stream, MAX_COMMAND).await? {
         Frame { flags, body } if flags & COMMAND != 0 && body.starts_with(b"\x05READY") => Ok(()),
         _ => Err(broken("the peer is not ready")),
     }
@@ -99,12 +103,12 @@ pub(super) async fn send(stream: &mut (impl AsyncWrite + Unpin), frames: &[&[u8]
     stream.flush().await
 }
 
-/// The frames of the next message; commands in between are passed over.
-pub(super) async fn receive(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<Vec<Vec<u8>>> {
+/// The frames of the next message of at most so many bytes; commands in between are passed over.
+pub(super) async fn receive(stream: &mut (impl AsyncRead + Unpin), most: u64) -> io::Result<Vec<Vec<u8>>> {
     let mut frames = Vec::new();
-    let mut left = MAX_FRAME;
+    let mut left = most;
     loop {
-        let Frame { flags, body } = read_frame(stream).await?;
+        let Frame { flags, body } = read_frame(stream, most.max(MAX_COMMAND)).await?;
         if flags & COMMAND != 0 {
             continue;
         }
@@ -124,10 +128,10 @@ struct Frame {
     body: Vec<u8>,
 }
 
-async fn read_frame(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<Frame> {
+async fn read_frame(stream: &mut (impl AsyncRead + Unpin), most: u64) -> io::Result<Frame> {
     let flags = stream.read_u8().await?;
     let len = if flags & LONG != 0 { stream.read_u64().await? } else { u64::from(stream.read_u8().await?) };
-    if len > MAX_FRAME {
+    if len > most {
         return Err(broken("the frame is too long"));
     }
     // Grows with what arrives, not with what was announced.

@@ -3,6 +3,7 @@
 //! Memory is registered, descriptor lists are prepared once per peer, and a transfer is two
 //! index arrays into two lists. Calls never block on a peer; progress is seen by polling.
 
+mod boxed;
 #[cfg(test)]
 mod contract;
 pub mod loopback;
@@ -161,8 +162,8 @@ pub enum TransportError {
     Scripted(loopback::Call),
 }
 
-/// An agent that moves bytes; implemented by [`loopback::LoopbackAgent`] and, with feature `nixl`,
-/// by `nixl::NixlAgent`.
+/// An agent that moves bytes; implemented by [`loopback::LoopbackAgent`], with feature `nixl` by
+/// `nixl::NixlAgent`, and by boxes of them.
 pub trait Transport: sealed::Sealed + Send {
     /// The opaque blob with which a peer's agent can reach this one.
     fn agent_metadata(&self) -> Vec<u8>;

@@ -13,6 +13,7 @@
 mod aggregation;
 mod contexts;
 mod failures;
+mod foreseen;
 mod handshakes;
 mod mixed;
 mod model;

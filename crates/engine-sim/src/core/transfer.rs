@@ -5,6 +5,7 @@ use std::sync::Arc;
 use kv_connector::aggregate::WorkerReport;
 use kv_connector::handshake::RegistryClient;
 use kv_connector::scheduler::FinishStatus;
+use kv_connector::side_channel;
 use kv_connector::worker::{ClockSample, HandshakeFailure, HandshakeJob, RankReply};
 use tokio::time::Instant;
 
@@ -27,14 +28,21 @@ impl Core {
     pub(super) fn start_handshakes(&mut self) {
         for (rank, job) in self.ranks.take_handshake_jobs() {
             let registry = self.registry.clone();
+            let over_zmq = self.shared.config.side_channel.is_some();
             let sender = self.handshake_sender.clone();
             let stop = self.stop.clone();
             let started = self.started;
             self.tracker.spawn(async move {
                 let engine_id = job.engine_id.clone();
+                let shaken = async {
+                    match over_zmq {
+                        true => side_channel::shake_hands(&job, || started.elapsed()).await,
+                        false => shake_hands(job, registry, started).await,
+                    }
+                };
                 let replies = tokio::select! {
                     () = stop.cancelled() => return,
-                    replies = shake_hands(job, registry, started) => replies,
+                    replies = shaken => replies,
                 };
                 // A core that has ended needs no answer.
                 let _ = sender.send(HandshakeOutcome { rank, engine_id, replies }).await;

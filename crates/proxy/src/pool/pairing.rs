@@ -1,124 +1,202 @@
 //! Which prefill and decode engines can hand off to each other, as far as is known: a pair whose
 //! handshake would fail serves nobody, and kills a version 2 decode engine.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
+use kv_connector::fit::{self, Fit, Misfit, PublishedEngine, PublishedRank, Unknown};
 use kv_connector::protocol::params::Generation;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use super::peer::Peer;
-use crate::registry::{RegistrySnapshot, canonical_base_url};
+use crate::registry::{EngineRecord, EngineState, RegistrySnapshot};
 use crate::settings::UnknownPairs;
 
+/// The registered engines by their base URL, in the order of their data-parallel ranks.
+pub(crate) struct ByAddress<'a> {
+    registry: &'a RegistrySnapshot,
+    engines: HashMap<&'a str, Vec<&'a Arc<EngineRecord>>>,
+}
+
+impl<'a> ByAddress<'a> {
+    pub(crate) fn new(registry: &'a RegistrySnapshot) -> Self {
+        let mut engines: HashMap<&str, Vec<&Arc<EngineRecord>>> = HashMap::new();
+        for engine in registry.engines.values() {
+            if let Some(base_url) = &engine.base_url {
+                engines.entry(base_url).or_default().push(engine);
+            }
+        }
+        engines.values_mut().for_each(|engines| engines.sort_by_key(|engine| engine.dp_rank));
+        Self { registry, engines }
+    }
+}
+
 /// What the registry says of the engines behind a peer.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Identity {
-    /// Ids of the engines, one per data-parallel rank.
-    pub(crate) engine_ids: BTreeSet<String>,
-    /// Their connector generation and their digest, where all of them agree.
-    pub(crate) generation: Option<Generation>,
-    pub(crate) compatibility_hash: Option<Arc<str>>,
+    /// The engines, one per data-parallel rank.
+    pub(crate) engines: Vec<Arc<EngineRecord>>,
+    /// Whether they are known by the peer's address, not only by what its hand-offs named.
+    pub(crate) at_address: bool,
 }
 
 impl Identity {
     /// Looks a peer up by its base URL, else by the ids that its hand-offs named.
-    pub(crate) fn of(peer: &Peer, registry: &RegistrySnapshot) -> Self {
-        let url = canonical_base_url(&peer.spec.url);
-        let at_url = registry.engines.values().filter(|engine| url.is_some() && engine.base_url == url);
-        let mut engines: Vec<_> = at_url.collect();
-        if engines.is_empty() {
-            let named = peer.observed.read().engine_ids.clone();
-            engines = named.iter().filter_map(|id| registry.engines.get(id)).collect();
+    pub(crate) fn of(peer: &Peer, registry: &ByAddress<'_>) -> Self {
+        let at_address = peer.address.as_deref().and_then(|address| registry.engines.get(address));
+        if let Some(engines) = at_address {
+            return Self {
+                engines: engines.iter().map(|engine| Arc::clone(engine)).collect(),
+                at_address: true,
+            };
         }
-        let agreed = |mut values: Vec<Option<String>>| {
-            values.dedup();
-            if let [Some(only)] = values.as_mut_slice() { Some(std::mem::take(only)) } else { None }
-        };
-        let hashes = engines.iter().map(|engine| engine.compatibility_hash().map(str::to_owned)).collect();
-        let mut generations: Vec<_> =
-            engines.iter().map(|engine| engine.first_rank().map(|rank| rank.generation)).collect();
-        generations.dedup();
-        Self {
-            engine_ids: engines.iter().map(|engine| engine.engine_id.clone()).collect(),
-            generation: if let [only] = generations[..] { only } else { None },
-            compatibility_hash: agreed(hashes).map(Arc::from),
-        }
+        let named = peer.observed.read().engine_ids.clone();
+        let engines = named.iter().filter_map(|id| registry.registry.engines.get(id)).cloned();
+        Self { engines: engines.collect(), at_address: false }
     }
+
+    /// Whether both are of the same records.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        self.at_address == other.at_address
+            && self.engines.len() == other.engines.len()
+            && self.engines.iter().zip(&other.engines).all(|(one, other)| Arc::ptr_eq(one, other))
+    }
+
+    pub(crate) fn engine_ids(&self) -> BTreeSet<String> {
+        self.engines.iter().map(|engine| engine.engine_id.clone()).collect()
+    }
+
+    /// Their connector generation, where all of them agree.
+    pub(crate) fn generation(&self) -> Option<Generation> {
+        agreed(self.engines.iter().map(|engine| engine.connector()))
+    }
+
+    /// Their digest, where all of them agree.
+    pub(crate) fn compatibility_hash(&self) -> Option<&str> {
+        agreed(self.engines.iter().map(|engine| engine.compatibility_hash()))
+    }
+
+    /// The state of the one that is furthest from serving: which of them a request reaches is not
+    /// the router's choice.
+    pub(crate) fn state(&self) -> Option<EngineState> {
+        let rank = |state: &EngineState| match state {
+            EngineState::Ready => 0,
+            EngineState::Draining => 1,
+            EngineState::Registering => 2,
+        };
+        self.engines.iter().map(|engine| engine.state).max_by_key(rank)
+    }
+}
+
+fn agreed<T: PartialEq>(mut values: impl Iterator<Item = Option<T>>) -> Option<T> {
+    let first = values.next()??;
+    values.all(|value| value.as_ref() == Some(&first)).then_some(first)
 }
 
 /// Whether a pair can hand off.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Verdict {
-    /// The handshake would pass, as far as the digests tell.
+    /// The handshake of every rank would pass.
     Compatible,
-    /// Too little is known.
-    Unknown,
-    /// The engines speak different connector generations.
-    GenerationsDiffer,
-    /// The engines' compatibility hashes differ.
-    HashesDiffer,
+    /// Too little is known; of what, where the engines are registered.
+    Unknown(Option<Unknown>),
+    /// The handshake would fail.
+    Misfit(Box<Misfit>),
 }
 
 impl Verdict {
+    /// Its name for machines.
+    #[must_use]
+    pub fn label(&self) -> &'static str {
+        match self {
+            Self::Compatible => "compatible",
+            Self::Unknown(_) => "unknown",
+            Self::Misfit(misfit) => misfit.label(),
+        }
+    }
+
+    /// Why it is not better, for people.
+    #[must_use]
+    pub fn reason(&self) -> Option<String> {
+        match self {
+            Self::Compatible => None,
+            Self::Unknown(unknown) => unknown.map(|unknown| unknown.to_string()),
+            Self::Misfit(misfit) => Some(misfit.to_string()),
+        }
+    }
+
     /// Whether such a pair may be used.
-    pub(crate) fn allows(self, unknown: UnknownPairs) -> bool {
+    pub(crate) fn allows(&self, unknown: UnknownPairs) -> bool {
         match self {
             Self::Compatible => true,
-            Self::Unknown => unknown == UnknownPairs::Allow,
-            Self::GenerationsDiffer | Self::HashesDiffer => false,
+            Self::Unknown(_) => unknown == UnknownPairs::Allow,
+            Self::Misfit(_) => false,
         }
     }
 }
 
-/// Judges a pair.
+impl Serialize for Verdict {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.label())
+    }
+}
+
+impl From<Misfit> for Verdict {
+    fn from(misfit: Misfit) -> Self {
+        Self::Misfit(Box::new(misfit))
+    }
+}
+
+/// Judges a pair: every engine of the one with every engine of the other, since any of them may
+/// meet.
 pub(crate) fn judge(prefill: &Peer, decode: &Peer) -> Verdict {
+    if let Some(misfit) = without_a_common_model(prefill, decode) {
+        return misfit.into();
+    }
     let (p, d) = (prefill.identity.load(), decode.identity.load());
-    if let (Some(p), Some(d)) = (&p.compatibility_hash, &d.compatibility_hash) {
-        return match (p == d, p_and_d_generations(prefill, decode)) {
-            (true, _) => Verdict::Compatible,
-            (false, Some((p, d))) if p != d => Verdict::GenerationsDiffer,
-            (false, _) => Verdict::HashesDiffer,
-        };
-    }
-    match p_and_d_generations(prefill, decode) {
-        Some((p, d)) if p != d => Verdict::GenerationsDiffer,
-        _ => Verdict::Unknown,
-    }
-}
-
-fn p_and_d_generations(prefill: &Peer, decode: &Peer) -> Option<(Generation, Generation)> {
-    Some((prefill.generation()?, decode.generation()?))
-}
-
-/// One pair as operators see it.
-#[derive(Clone, Debug, Serialize)]
-pub struct PairView {
-    /// Id of the prefill peer.
-    pub prefill: String,
-    /// Id of the decode peer.
-    pub decode: String,
-    /// What is known of it.
-    pub verdict: Verdict,
-    /// Whether requests may use it.
-    pub used: bool,
-    /// The prefill engine's digest, if it is known.
-    pub prefill_hash: Option<Arc<str>>,
-    /// The decode engine's digest, if it is known.
-    pub decode_hash: Option<Arc<str>>,
-}
-
-impl PairView {
-    pub(crate) fn of(prefill: &Peer, decode: &Peer, unknown: UnknownPairs) -> Self {
-        let verdict = judge(prefill, decode);
-        Self {
-            prefill: prefill.id.clone(),
-            decode: decode.id.clone(),
-            verdict,
-            used: verdict.allows(unknown),
-            prefill_hash: prefill.identity.load().compatibility_hash.clone(),
-            decode_hash: decode.identity.load().compatibility_hash.clone(),
+    let mut unknown = None;
+    for prefill in &p.engines {
+        for decode in &d.engines {
+            match fit::judge(&published(prefill), &published(decode)) {
+                Ok(Fit::Passes) => {}
+                Ok(Fit::Unknown(what)) => unknown = Some(what),
+                Err(misfit) => return misfit.into(),
+            }
         }
+    }
+    if let (Some(p), Some(d)) = (prefill.generation(), decode.generation())
+        && p != d
+    {
+        return Misfit::Generations { prefill: p, decode: d }.into();
+    }
+    let known = !p.engines.is_empty() && !d.engines.is_empty() && unknown.is_none();
+    if known { Verdict::Compatible } else { Verdict::Unknown(unknown) }
+}
+
+/// Both legs name one model, so that peers whose lists have none in common never serve a request.
+fn without_a_common_model(prefill: &Peer, decode: &Peer) -> Option<Misfit> {
+    let [p, d] = [prefill, decode].map(|peer| Arc::clone(&peer.observed.read().models));
+    let common = p.is_empty() || d.is_empty() || p.iter().any(|p| d.iter().any(|d| p.id == d.id));
+    let list = |models: &[super::peer::ServedModel]| {
+        models.iter().map(|model| model.id.as_str()).collect::<Vec<_>>().join(", ")
+    };
+    (!common).then(|| Misfit::Models { prefill: list(&p), decode: list(&d) })
+}
+
+fn published(engine: &EngineRecord) -> PublishedEngine<'_> {
+    PublishedEngine {
+        engine_id: &engine.engine_id,
+        model: engine.model.as_deref(),
+        traits: &engine.traits,
+        ranks: engine
+            .ranks
+            .iter()
+            .map(|((pp_rank, tp_rank), view)| PublishedRank {
+                pp_rank: *pp_rank,
+                tp_rank: *tp_rank,
+                compatibility_hash: &view.compatibility_hash,
+                metadata: &view.metadata,
+            })
+            .collect(),
     }
 }

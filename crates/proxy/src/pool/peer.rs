@@ -15,7 +15,10 @@ use serde_json::value::RawValue;
 use tokio::time::Instant;
 
 use super::pairing::Identity;
+use super::standing::{Restarts, Standing};
 use crate::error::Stage;
+use crate::registry::{EngineState, canonical_base_url};
+use crate::side_channel::channels::{ChannelAddress, Channels, SideChannelView};
 
 /// Most engine ids that are remembered of one peer: its data-parallel ranks, and some restarts.
 const MAX_ENGINE_IDS: usize = 256;
@@ -27,7 +30,7 @@ const MAX_LEASE: Duration = Duration::from_secs(7 * 24 * 3600);
 const MAX_MET: usize = 4096;
 
 /// What a peer does in the fleet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
     /// Computes prompts and holds their KV blocks until they are read.
@@ -81,6 +84,23 @@ pub struct PeerSpec {
     /// Port of the side channel, in place of the one that it reports.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kv_port: Option<u16>,
+    /// Where the router reads the engine's side channel, `host:port`; by its hand-offs when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub side_channel: Option<String>,
+    /// Tensor-parallel size of the engine, whose other ranks are read then too. A wrong one ends an
+    /// engine's side channel for good; hand-offs tell it as well.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tp_size: Option<u32>,
+    /// Pipeline stages of the engine, as with `tp_size`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pp_size: Option<u32>,
+    /// How many data-parallel engines there are behind the URL; each has the next port.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dp_size: Option<u32>,
+    /// Whether this decode engine shakes hands over the router's side channels, where there are any;
+    /// when absent, unless it registers by itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub front: Option<bool>,
     /// How long this prefill engine keeps an unread hand-off, as configured there.
     #[serde(default, with = "humantime_serde::option", skip_serializing_if = "Option::is_none")]
     pub lease: Option<Duration>,
@@ -103,6 +123,11 @@ impl PeerSpec {
             generation: None,
             kv_host: None,
             kv_port: None,
+            side_channel: None,
+            tp_size: None,
+            pp_size: None,
+            dp_size: None,
+            front: None,
             lease: None,
             authorization: Authorization::Forward,
             token: None,
@@ -148,6 +173,12 @@ pub enum PeerSpecError {
     /// `kv_host` or `kv_port` is no address.
     #[error("kv_host must be a host name or an IP address, and kv_port not 0")]
     SideChannel,
+    /// `side_channel` is no address.
+    #[error("side_channel must be host:port")]
+    SideChannelAddress,
+    /// One of the sizes is out of range.
+    #[error("tp_size, pp_size and dp_size must be from 1 to 1024")]
+    Size,
     /// `lease` is out of range.
     #[error("lease must be more than 0 and at most 7 days")]
     Lease,
@@ -159,7 +190,9 @@ pub enum PeerSpecError {
     },
 }
 
-fn is_host(host: &str) -> bool {
+/// Whether a text is a host name or an IP address.
+#[must_use]
+pub fn is_host(host: &str) -> bool {
     let bare = host.trim_start_matches('[').trim_end_matches(']');
     let name = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'-' | b'_');
     bare.parse::<std::net::IpAddr>().is_ok()
@@ -175,6 +208,8 @@ pub(crate) struct Observed {
     pub(crate) generation: Option<Generation>,
     pub(crate) version: Option<String>,
     pub(crate) models: Arc<[ServedModel]>,
+    /// How often the ids in it have changed.
+    pub(crate) models_changed: u64,
     pub(crate) engine_ids: BTreeSet<String>,
     pub(crate) last_error: Option<PeerFault>,
 }
@@ -224,13 +259,18 @@ pub(crate) struct Peer {
     authority: Authority,
     prefix: String,
     replaced_authorization: Option<HeaderValue>,
+    /// Its URL in canonical spelling.
+    pub(crate) address: Option<String>,
     in_flight: AtomicUsize,
+    pub(crate) standing: Standing,
     probed: Mutex<Option<Instant>>,
     /// Prefill engines that this decode engine has read from; emptied when it may have restarted.
     met: RwLock<HashSet<String>>,
     pub(crate) observed: RwLock<Observed>,
     /// What the registry says of it; made anew when the registry changes.
     pub(crate) identity: ArcSwap<Identity>,
+    /// Its side channels as the router reads them.
+    pub(crate) channels: Channels,
 }
 
 impl Peer {
@@ -258,23 +298,34 @@ impl Peer {
         if spec.kv_host.as_deref().is_some_and(|host| !is_host(host)) || spec.kv_port == Some(0) {
             return Err(PeerSpecError::SideChannel);
         }
+        if spec.side_channel.as_deref().is_some_and(|text| ChannelAddress::parse(text).is_none()) {
+            return Err(PeerSpecError::SideChannelAddress);
+        }
+        let sizes = [spec.tp_size, spec.pp_size, spec.dp_size];
+        if sizes.into_iter().flatten().any(|size| !(1..=1024).contains(&size)) {
+            return Err(PeerSpecError::Size);
+        }
         if spec.lease.is_some_and(|lease| lease.is_zero() || lease > MAX_LEASE) {
             return Err(PeerSpecError::Lease);
         }
         let prefix = uri.path().trim_end_matches('/').to_owned();
         let observed = Observed { generation: spec.generation, ..Observed::default() };
+        let channels = Channels::of(&spec);
         Ok(Self {
             id,
+            address: canonical_base_url(&spec.url),
             spec,
             scheme,
             authority,
             prefix,
             replaced_authorization,
             in_flight: AtomicUsize::new(0),
+            standing: Standing::default(),
             probed: Mutex::default(),
             met: RwLock::default(),
             observed: RwLock::new(observed),
             identity: ArcSwap::default(),
+            channels,
         })
     }
 
@@ -331,9 +382,14 @@ impl Peer {
         self.observed.read().state == PeerState::Ready
     }
 
+    /// Whether it answers and may have new requests.
+    pub(crate) fn is_open(&self) -> bool {
+        self.standing.is_open() && self.is_ready()
+    }
+
     /// The connector generation: the operator's word, else the registry's, else by its version.
     pub(crate) fn generation(&self) -> Option<Generation> {
-        self.spec.generation.or(self.identity.load().generation).or(self.observed.read().generation)
+        self.spec.generation.or(self.identity.load().generation()).or(self.observed.read().generation)
     }
 
     pub(crate) fn serves(&self, model: &str) -> bool {
@@ -341,7 +397,7 @@ impl Peer {
     }
 
     pub(crate) fn in_flight(&self) -> usize {
-        self.in_flight.load(Ordering::Relaxed)
+        self.in_flight.load(Ordering::SeqCst)
     }
 
     /// Remembers the engine id that a hand-off of this peer named; whether it is a new one.
@@ -391,14 +447,14 @@ impl Peer {
 
     /// Counts one exchange until the guard is dropped.
     pub(crate) fn enter(self: &Arc<Self>) -> InFlight {
-        self.in_flight.fetch_add(1, Ordering::Relaxed);
+        self.in_flight.fetch_add(1, Ordering::SeqCst);
         InFlight { peer: Arc::clone(self) }
     }
 
     pub(crate) fn view(&self) -> PeerView {
         let generation = self.generation();
         let observed = self.observed.read();
-        let mut engine_ids = self.identity.load().engine_ids.clone();
+        let mut engine_ids = self.identity.load().engine_ids();
         engine_ids.extend(observed.engine_ids.iter().cloned());
         PeerView {
             id: self.id.clone(),
@@ -410,8 +466,16 @@ impl Peer {
             models: observed.models.iter().map(|served| served.id.clone()).collect(),
             engine_ids: engine_ids.into_iter().collect(),
             in_flight: self.in_flight(),
+            accepts: self.is_open(),
+            adopted: self.standing.is_adopted(),
+            leaving: self.standing.is_leaving(),
+            drained: self.standing.is_drained(),
+            quarantined: self.standing.is_quarantined(),
+            engine_state: self.identity.load().state(),
+            restarted: self.standing.restarts(),
             authorization: self.spec.authorization,
             last_error: observed.last_error.clone(),
+            side_channels: self.channels.views(),
         }
     }
 }
@@ -424,7 +488,8 @@ pub(crate) struct InFlight {
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        self.peer.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.peer.in_flight.fetch_sub(1, Ordering::SeqCst);
+        self.peer.standing.moved.notify_waiters();
     }
 }
 
@@ -449,8 +514,24 @@ pub struct PeerView {
     pub engine_ids: Vec<String>,
     /// Exchanges in flight.
     pub in_flight: usize,
+    /// Whether it gets new requests.
+    pub accepts: bool,
+    /// Whether it came by its engines' registration.
+    pub adopted: bool,
+    /// Whether its engines are gone and it goes when what it has has ended.
+    pub leaving: bool,
+    /// Whether an operator keeps new requests from it.
+    pub drained: bool,
+    /// Whether an operator keeps it from hand-offs.
+    pub quarantined: bool,
+    /// The state of its registered engines, that of the one furthest from serving.
+    pub engine_state: Option<EngineState>,
+    /// How often its engines restarted, if they did.
+    pub restarted: Option<Restarts>,
     /// What becomes of the client's `Authorization`.
     pub authorization: Authorization,
     /// The last failure, if there was one.
     pub last_error: Option<PeerFault>,
+    /// Its ZMQ side channels as the router reads them.
+    pub side_channels: Vec<SideChannelView>,
 }

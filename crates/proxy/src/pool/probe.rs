@@ -38,6 +38,7 @@ pub(crate) fn watch(core: Arc<Core>) {
                 now = pause.tick() => now,
             };
             core.ledger.sweep();
+            core.pool.end_quarantines(now);
             for peer in core.pool.all() {
                 if !peer.is_ready() || peer.is_due(now, interval) {
                     probe_soon(&core, peer);
@@ -55,22 +56,30 @@ pub(crate) fn probe_soon(core: &Arc<Core>, peer: Arc<Peer>) {
     tasks.spawn(async move {
         tokio::select! {
             () = core.stop.cancelled() => {}
-            () = probe(&peer, &core.upstream, &core.settings.probe) => {}
+            shows_news = probe(&peer, &core.upstream, &core.settings.probe) => {
+                if shows_news {
+                    core.pool.relearn();
+                }
+            }
         }
     });
 }
 
-/// Probes one peer once and records what was seen.
-async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) {
+/// Probes one peer once and records what was seen; whether it shows itself as another one.
+async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) -> bool {
     let looked = tokio::time::timeout(settings.timeout, look(peer, upstream)).await;
     let outcome = looked.unwrap_or(Err(Unwell::Silent));
     let unwell = outcome.as_ref().err().map(|unwell| (unwell.to_string(), unwell.is_refusal()));
     let mut observed = peer.observed.write();
     let before = observed.state;
+    let shown = (observed.models_changed, observed.generation);
     match outcome {
         Ok(seen) => {
             observed.state = PeerState::Ready;
             observed.silent = 0;
+            if !observed.models.iter().map(|model| &model.id).eq(seen.models.iter().map(|model| &model.id)) {
+                observed.models_changed += 1;
+            }
             observed.models = seen.models;
             if let Some(version) = seen.version {
                 observed.generation = peer.spec.generation.or_else(|| generation_of(&version));
@@ -91,6 +100,7 @@ async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) {
         }
     }
     let (now, in_a_row) = (observed.state, observed.silent);
+    let shows_news = shown != (observed.models_changed, observed.generation);
     drop(observed);
     if before != now {
         peer.forget_met();
@@ -100,7 +110,7 @@ async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) {
         if before != now {
             tracing::info!(peer = %peer.id, role, %url, "an engine is ready");
         }
-        return;
+        return shows_news;
     };
     // An engine that was never ready may be starting: that is said once, when it has had its time.
     let starting = before != PeerState::Ready && !refused;
@@ -108,6 +118,7 @@ async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) {
     if news && now == PeerState::Unreachable {
         tracing::warn!(peer = %peer.id, role, %url, reason, "an engine is not usable by its probes");
     }
+    shows_news
 }
 
 struct Seen {
@@ -120,7 +131,7 @@ enum Unwell {
     #[error("probe: no answer in time")]
     Silent,
     #[error("probe: {}", .0.broken.label())]
-    Broken(UpstreamFailure),
+    Broken(#[from] UpstreamFailure),
     #[error("probe: {path} answered {status}")]
     Status { path: &'static str, status: u16 },
     #[error("probe: the model list is not one")]
@@ -153,20 +164,28 @@ async fn look(peer: &Arc<Peer>, upstream: &Upstream) -> Result<Seen, Unwell> {
         return Err(Unwell::Status { path: "/v1/models", status: status.as_u16() });
     }
     let models = read_models(&body)?;
-    let version = match get(peer, upstream, "/version").await {
-        Ok((status, body)) if status.is_success() => {
-            serde_json::from_slice::<Version>(&body).ok().map(|answer| answer.version)
-        }
-        Ok(_) | Err(_) => None,
-    };
+    let version = version(peer, upstream).await.unwrap_or_default();
     Ok(Seen { models, version })
+}
+
+/// The version that an engine tells now; none when it answers without one.
+///
+/// # Errors
+/// It does not answer.
+pub(crate) async fn version(
+    peer: &Arc<Peer>,
+    upstream: &Upstream,
+) -> Result<Option<String>, UpstreamFailure> {
+    let (status, body) = get(peer, upstream, "/version").await?;
+    let told = || serde_json::from_slice::<Version>(&body).ok().map(|answer| answer.version);
+    Ok(status.is_success().then(told).flatten())
 }
 
 async fn get(
     peer: &Arc<Peer>,
     upstream: &Upstream,
     path: &'static str,
-) -> Result<(StatusCode, Bytes), Unwell> {
+) -> Result<(StatusCode, Bytes), UpstreamFailure> {
     let stage = peer.spec.role.stage();
     let leg = Leg {
         stage,
@@ -176,9 +195,9 @@ async fn get(
         headers: own_headers(&RequestId::accept(None)),
         body: Spliced::from(Bytes::new()),
     };
-    let response = upstream.send(leg, Duration::MAX).await.map_err(Unwell::Broken)?;
+    let response = upstream.send(leg, Duration::MAX).await?;
     let status = response.status();
-    let body = upstream.collect(stage, response.into_body(), PROBE_LIMIT).await.map_err(Unwell::Broken)?;
+    let body = upstream.collect(stage, response.into_body(), PROBE_LIMIT).await?;
     Ok((status, body))
 }
 

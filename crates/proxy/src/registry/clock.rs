@@ -78,6 +78,17 @@ impl ClockTrack {
     pub(crate) fn observe(&mut self, sent: f64, received: f64, echo: Option<Echo>) {
         let lower = sent - received + DRIFT * received;
         let upper = echo.and_then(|echo| self.upper_bound(echo, sent));
+        self.merge(lower, upper, received);
+    }
+
+    /// Takes what the engine's clock told between `asked` and `answered` by the router's.
+    pub(crate) fn sampled(&mut self, told: f64, asked: f64, answered: f64) {
+        let lower = told - answered + DRIFT * answered;
+        let upper = told - asked - DRIFT * asked;
+        self.merge(lower, Some(upper), answered);
+    }
+
+    fn merge(&mut self, lower: f64, upper: Option<f64>, received: f64) {
         let merged_lower = self.lower.map_or(lower, |known| known.max(lower));
         let merged_upper = match (self.upper, upper) {
             (Some(known), Some(new)) => Some(known.min(new)),

@@ -142,6 +142,17 @@ impl EngineRecord {
         self.ttl.is_some() && matches!(addresses, (Some(here), Some(there)) if here != there)
     }
 
+    /// Whether this is another process than an earlier record's: another id, or other memory at the
+    /// same rank.
+    #[must_use]
+    pub fn is_another_life(&self, earlier: &Self) -> bool {
+        self.engine_id != earlier.engine_id
+            || earlier
+                .ranks
+                .iter()
+                .any(|(rank, view)| self.ranks.get(rank).is_some_and(|now| now.payload != view.payload))
+    }
+
     /// Whether both say the same, whatever their revisions.
     pub(crate) fn says_the_same(&self, other: &Self) -> bool {
         let same_ranks = self.ranks.len() == other.ranks.len()

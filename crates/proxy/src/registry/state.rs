@@ -37,6 +37,8 @@ pub(crate) struct State {
     /// Who is at an address.
     addresses: BTreeMap<Address, String>,
     lives: BTreeMap<Place, Lives>,
+    /// Where engines were whose address others have now.
+    replaced: BTreeMap<String, Address>,
     total_bytes: usize,
 }
 
@@ -47,6 +49,7 @@ impl State {
             history: History::new(limits.past_changes),
             addresses: BTreeMap::new(),
             lives: BTreeMap::new(),
+            replaced: BTreeMap::new(),
             total_bytes: 0,
         }
     }
@@ -55,6 +58,11 @@ impl State {
     pub(crate) fn at(&self, base_url: &str) -> impl Iterator<Item = &Arc<EngineRecord>> {
         let (first, last) = ((base_url.to_owned(), 0), (base_url.to_owned(), u32::MAX));
         self.addresses.range(first..=last).filter_map(|(_, engine_id)| self.engines.get(engine_id))
+    }
+
+    /// Where an engine was before another took its address.
+    pub(crate) fn replaced(&self, engine_id: &str) -> Option<&Address> {
+        self.replaced.get(engine_id)
     }
 
     /// The generation that an engine starts at a place.
@@ -77,6 +85,10 @@ impl State {
         let displaced = self.room_for(&record, limits)?;
         if let Some(displaced) = displaced {
             self.retire(&displaced, ChangeKind::Replaced, Some(engine_id.clone()));
+            if self.replaced.len() >= limits.engines {
+                self.replaced.clear();
+            }
+            self.replaced.extend(address.clone().map(|address| (displaced, address)));
         }
         if let Some(before) = &before {
             self.total_bytes -= before.payload_bytes();
@@ -84,6 +96,7 @@ impl State {
                 self.addresses.remove(&old);
             }
         }
+        self.replaced.remove(&engine_id);
         record.revision = self.history.advance();
         self.total_bytes += record.payload_bytes();
         self.count_life(record.place(), record.generation, limits);

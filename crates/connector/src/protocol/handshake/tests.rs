@@ -148,3 +148,16 @@ proptest! {
         prop_assert_eq!(NixlHandshakePayload::decode(&payload.encode()), Ok(payload));
     }
 }
+
+#[test]
+fn a_request_tells_its_generation() {
+    let request = HandshakeRequest { pp_rank: 0, tp_rank: 300 };
+    for generation in [Generation::V2, Generation::V14] {
+        let bytes = request.encode(generation);
+        assert_eq!(HandshakeRequest::decode_any(&bytes), Ok((generation, request)));
+        assert!(HandshakeRequest::decode_any(&bytes[..bytes.len() - 1]).is_err());
+    }
+    let four = [&[0x94][..], &request.encode(Generation::V14)[1..], &[0]].concat();
+    let error = HandshakeRequest::decode_any(&four);
+    assert_eq!(error, Err(RequestError::ItemCount { expected: 3, got: 4 }));
+}

@@ -126,8 +126,11 @@ fn locate(source: &LibrarySource) -> Result<PathBuf, NixlError> {
     let found = candidates.iter().find(|path| path.is_file());
     let path = found.ok_or_else(|| {
         let places: Vec<String> = candidates.iter().map(|path| path.display().to_string()).collect();
-        let places = if places.is_empty() { "no folder given".to_owned() } else { places.join(", ") };
-        NixlError::NotAvailable { reason: format!("no library at {places}") }
+        let reason = match &places[..] {
+            [] => "nobody said where it is".to_owned(),
+            places => format!("no library at {}", places.join(", ")),
+        };
+        NixlError::NotAvailable { reason }
     })?;
     path.canonicalize().map_err(|error| NixlError::NotAvailable {
         reason: format!("{} cannot be read: {error}", path.display()),

@@ -130,3 +130,19 @@ fn only_the_newest_answers_are_remembered() {
     track.observe(110.0, 10.0, Some(Echo { router_clock: oldest, received: 109.0 }));
     assert_eq!(track.reading(10.0).unwrap().error, None);
 }
+
+#[test]
+fn one_exchange_of_the_routers_own_bounds_a_clock_from_both_sides() {
+    let mut track = ClockTrack::default();
+    // The engine is 900 s ahead; it told its clock in the middle of an exchange of 20 ms.
+    track.sampled(1000.01, 100.0, 100.02);
+    let reading = track.reading(100.02).unwrap();
+    assert!((reading.seconds - 1000.02).abs() < 1e-4, "{reading:?}");
+    let error = reading.error.unwrap();
+    assert!((0.01..0.011 + 2.0 * DRIFT * 100.02).contains(&error), "{reading:?}");
+    // A quicker one is better, a jump is followed.
+    track.sampled(1010.0, 110.0, 110.001);
+    assert!(track.reading(110.001).unwrap().error.unwrap() < 0.003);
+    track.sampled(5.0, 120.0, 120.002);
+    assert!((track.reading(120.002).unwrap().seconds - 5.0).abs() < 0.01);
+}

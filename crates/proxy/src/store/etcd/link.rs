@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
 use etcd_client::{
-    Certificate, Client, Compare, CompareOp, ConnectOptions, Error as EtcdError, GetOptions, GetResponse, Identity, KeyValue,
-    TlsOptions, Txn, TxnOp, TxnOpResponse, TxnResponse, WatchOptions, WatchStream,
+    Certificate, Client, Compare, CompareOp, ConnectOptions, Error as EtcdError, GetOptions, GetResponse,
+    Identity, KeyValue, TlsOptions, Txn, TxnOp, TxnOpResponse, TxnResponse, WatchOptions, WatchStream,
 };
 
 use crate::store::settings::StoreSettings;
