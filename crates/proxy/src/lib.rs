@@ -120,7 +120,9 @@ impl Proxy {
         fleet::follow(Arc::clone(&core));
         side_channel::start(&core);
         core.tasks.spawn(core.registry.clone().expire_until(core.stop.clone()));
-        Self { core }
+        let proxy = Self { core };
+        proxy.core.store.share_decisions(&proxy, &proxy.core.tasks, &proxy.core.stop);
+        proxy
     }
 
     /// Serves one completion over both legs. Dropping the future or the body frees everything.

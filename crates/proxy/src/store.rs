@@ -14,6 +14,7 @@ use tokio_util::task::TaskTracker;
 
 pub use settings::{StoreFault, StoreKind, StoreSettings};
 
+use crate::Proxy;
 use crate::registry::{Heartbeat, Rank, Receipt, Registered, Registration, Registry, RegistryError};
 
 /// How engines' changes are made true for every router. A change that was answered with success
@@ -116,6 +117,20 @@ impl Store {
                 let _unused = (tasks, stop);
                 tracing::error!("built without etcd: nothing is shared with other routers");
                 Self::Memory(Memory { registry })
+            }
+        }
+    }
+}
+
+impl Store {
+    /// Shares what operators decide at this router and takes over what they decide at others.
+    #[cfg_attr(not(feature = "etcd"), expect(unused_variables, reason = "memory shares nothing"))]
+    pub(crate) fn share_decisions(&self, proxy: &Proxy, tasks: &TaskTracker, stop: &CancellationToken) {
+        match self {
+            Self::Memory(_) => {}
+            #[cfg(feature = "etcd")]
+            Self::Etcd(etcd) => {
+                tasks.spawn(std::sync::Arc::clone(etcd).share_decisions(proxy.clone(), stop.clone()));
             }
         }
     }

@@ -6,6 +6,7 @@ mod background;
 mod commit;
 mod follow;
 mod link;
+mod operator;
 mod wire;
 
 use std::collections::HashMap;
@@ -24,6 +25,7 @@ use super::{Storage, StoreView};
 use crate::registry::{Heartbeat, Rank, Receipt, Registered, Registration, Registry, RegistryError};
 use background::Background;
 use link::Link;
+use operator::Decided;
 use wire::{Keys, RankValue};
 
 /// How long another router's measurement of an engine's clock is good enough.
@@ -46,6 +48,8 @@ pub(crate) struct Etcd {
     heard: Mutex<Option<Instant>>,
     /// Where the payloads of each engine lie, and at which revision they did.
     places: Mutex<HashMap<String, (i64, Vec<RankValue>)>>,
+    /// What operators decided, as the store has it; `None` before it was listed.
+    decided: watch::Sender<Option<Decided>>,
     background: Background,
 }
 
@@ -69,6 +73,7 @@ impl Etcd {
             up: watch::Sender::new(false),
             heard: Mutex::new(None),
             places: Mutex::default(),
+            decided: watch::Sender::new(None),
             background: Background::default(),
         });
         tasks.spawn(Arc::clone(&etcd).follow_until(stop.clone()));

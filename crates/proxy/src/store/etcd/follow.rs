@@ -34,6 +34,8 @@ struct Changes {
     gone: Vec<String>,
     clocks: Vec<KeyValue>,
     removed: Option<String>,
+    /// Its deletion, too.
+    decided: Option<Option<KeyValue>>,
 }
 
 impl Etcd {
@@ -91,15 +93,17 @@ impl Etcd {
 
     async fn list(&self) -> Result<(), LinkFault> {
         let (all, revision) = self.link.list(self.keys.state()).await?;
-        let (mut engines, mut clocks) = (Vec::new(), Vec::new());
+        let (mut engines, mut clocks, mut decided) = (Vec::new(), Vec::new(), None);
         for value in all {
             match self.keys.subject(value.key()) {
                 Subject::Engine(_) => engines.extend(self.read_engine(&value).await?),
                 Subject::Clock(_) => clocks.push(value),
+                Subject::Decided => decided = Some(value),
                 Subject::Removal | Subject::Other => {}
             }
         }
         self.registry.store_reset(engines, revision);
+        self.take_decided(decided.as_ref());
         for value in &clocks {
             self.take_clock(value);
         }
@@ -162,6 +166,8 @@ impl Etcd {
                     changes.removed =
                         wire::read(value.value()).ok().map(|removal: Removal| removal.engine_id);
                 }
+                (Subject::Decided, EventType::Put) => changes.decided = Some(Some(value.clone())),
+                (Subject::Decided, EventType::Delete) => changes.decided = Some(None),
                 _ => {}
             }
         }
@@ -169,7 +175,7 @@ impl Etcd {
     }
 
     async fn apply(&self, changes: Changes, doubts: bool) -> Result<(), LinkFault> {
-        let Changes { revision, engines, gone, clocks, removed } = changes;
+        let Changes { revision, engines, gone, clocks, removed, decided } = changes;
         let mut come = Vec::new();
         for value in &engines {
             come.extend(self.read_engine(value).await?);
@@ -193,6 +199,9 @@ impl Etcd {
         }
         for value in &clocks {
             self.take_clock(value);
+        }
+        if let Some(decided) = decided {
+            self.take_decided(decided.as_ref());
         }
         Ok(())
     }

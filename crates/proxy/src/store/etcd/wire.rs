@@ -42,6 +42,8 @@ pub(super) enum Subject {
     Clock(String),
     /// The last engine that was removed on purpose.
     Removal,
+    /// What operators decided.
+    Decided,
     /// Who is at an address, or something of a newer router.
     Other,
 }
@@ -67,6 +69,11 @@ impl Keys {
 
     pub(super) fn removal(&self) -> String {
         format!("{}removal", self.state)
+    }
+
+    /// What operators decided.
+    pub(super) fn decided(&self) -> String {
+        format!("{}operator", self.state)
     }
 
     /// Which store this is: written once, by the first router.
@@ -105,6 +112,7 @@ impl Keys {
             Some(("engines", id)) => name(id).map_or(Subject::Other, Subject::Engine),
             Some(("clocks", id)) => name(id).map_or(Subject::Other, Subject::Clock),
             _ if key == Some("removal") => Subject::Removal,
+            _ if key == Some("operator") => Subject::Decided,
             _ => Subject::Other,
         }
     }
@@ -294,6 +302,7 @@ mod tests {
             assert_eq!(keys.subject(keys.clock(id).as_bytes()), Subject::Clock(id.to_owned()));
         }
         assert_eq!(keys.subject(keys.removal().as_bytes()), Subject::Removal);
+        assert_eq!(keys.subject(keys.decided().as_bytes()), Subject::Decided);
         assert_eq!(keys.subject(keys.address(&address).as_bytes()), Subject::Other);
         assert_eq!(keys.subject(b"/kv/v1/state/engines/\xff"), Subject::Other);
         assert_eq!(keys.subject(b"/other/v1/state/engines/a"), Subject::Other);
