@@ -235,3 +235,48 @@ async fn a_router_that_never_met_an_engine_tells_its_clock_within_the_error() {
     }
     routers.finish(Vec::new()).await;
 }
+
+#[tokio::test]
+async fn what_an_operator_decides_at_one_router_holds_at_all_and_after_a_restart() {
+    let Some(mut routers) = Routers::start(Vec::new(), &[]).await else { return };
+    let peers = async |router: usize| routers.get(router, "/admin/peers").await.json()["peers"].clone();
+    let add = |name: &str, port: u16| json!({"role": "prefill", "url": format!("http://127.0.0.1:{port}"), "name": name});
+    // Nobody is there; a peer is one all the same. Two at once are both kept.
+    let (bodies, none) = ([add("one", 1), add("two", 2)], Value::Null);
+    let (first, second) = tokio::join!(
+        routers.send(0, "POST", "/admin/peers", &bodies[0]),
+        routers.send(1, "POST", "/admin/peers", &bodies[1]),
+    );
+    assert_eq!((first.status, second.status), (201, 201), "{first:?} {second:?}");
+    let ids = async |router: usize| {
+        let peers = peers(router).await;
+        let ids = peers.as_array().unwrap().iter().map(|peer| peer["id"].as_str().unwrap().to_owned());
+        std::collections::BTreeSet::from_iter(ids)
+    };
+    let both = std::collections::BTreeSet::from(["one".to_owned(), "two".to_owned()]);
+    routers.all("both are peers", async |router| ids(router).await == both).await;
+
+    assert_eq!(routers.send(1, "POST", "/admin/peers/one/drain", &none).await.status, 200);
+    assert_eq!(routers.send(2, "POST", "/admin/peers/two/quarantine", &none).await.status, 200);
+    let marked = async |router: usize| {
+        let peers = peers(router).await;
+        let find =
+            |id: &str| peers.as_array().unwrap().iter().find(|peer| peer["id"] == id).cloned().unwrap();
+        find("one")["drained"] == true && find("two")["quarantined"] == true
+    };
+    routers.all("they are marked", marked).await;
+    routers.stop(2).await;
+    routers.restart(2).await;
+    let peers = async |router: usize| routers.get(router, "/admin/peers").await.json()["peers"].clone();
+    let marked = async |router: usize| {
+        let peers = peers(router).await;
+        let find = |id: &str| peers.as_array().unwrap().iter().find(|peer| peer["id"] == id).cloned();
+        find("one").is_some_and(|peer| peer["drained"] == true)
+            && find("two").is_some_and(|peer| peer["quarantined"] == true)
+    };
+    routers.all("they are marked after the restart, too", marked).await;
+    assert_eq!(routers.send(2, "DELETE", "/admin/peers/one", &none).await.status, 200);
+    let is_gone = async |router| peers(router).await.as_array().unwrap().len() == 1;
+    routers.all("one is gone", is_gone).await;
+    routers.finish(Vec::new()).await;
+}

@@ -57,8 +57,6 @@ pub(crate) struct SharedReading {
     pub(crate) seconds: f64,
     /// The true value is at most so far away, the routers' wall clocks included.
     pub(crate) error: f64,
-    /// Seconds since then by the wall clocks; less than 0 when they differ.
-    pub(crate) age: f64,
 }
 
 impl ClockTrack {
@@ -114,11 +112,12 @@ impl ClockTrack {
         upper.is_some_and(|upper| lower - DRIFT * now > upper + DRIFT * now + SLACK)
     }
 
-    /// Takes in what another router told, at `now` by this one's clock.
+    /// Takes in what another router told `age` seconds ago by the wall clocks, less than 0 when they
+    /// differ, at `now` by this router's clock.
     #[cfg(feature = "etcd")]
-    pub(crate) fn share(&mut self, told: SharedReading, now: f64) {
-        let error = told.error + DRIFT * told.age.abs();
-        let offset = told.seconds + told.age - now;
+    pub(crate) fn share(&mut self, told: SharedReading, age: f64, now: f64) {
+        let error = told.error + DRIFT * age.abs();
+        let offset = told.seconds + age - now;
         let bounds = (offset - error + DRIFT * now, offset + error - DRIFT * now);
         self.told = [bounds.0, bounds.1].iter().all(|bound| bound.is_finite()).then_some(bounds);
     }

@@ -157,7 +157,7 @@ impl EngineRecord {
     pub(crate) fn says_the_same(&self, other: &Self) -> bool {
         let same_ranks = self.ranks.len() == other.ranks.len()
             && self.ranks.iter().zip(&other.ranks).all(|((rank, view), (other_rank, other_view))| {
-                rank == other_rank && view.payload == other_view.payload
+                rank == other_rank && (Arc::ptr_eq(view, other_view) || view.payload == other_view.payload)
             });
         same_ranks
             && self.base_url == other.base_url

@@ -321,15 +321,24 @@ impl Registry {
         })
     }
 
-    /// Takes what another router told of an engine's clock in that life of it.
-    pub(crate) fn take_clock(&self, engine_id: &str, generation: u64, told: SharedReading) {
-        let now = self.now();
+    /// Takes what another router told of an engine's clock in that life of it. `age` asks the wall
+    /// clock how many seconds ago that was.
+    pub(crate) fn take_clock(
+        &self,
+        engine_id: &str,
+        generation: u64,
+        told: SharedReading,
+        age: impl FnOnce() -> f64,
+    ) {
+        let (before, age, after) = (self.now(), age(), self.now());
+        // Two clocks cannot be read at once.
+        let told = SharedReading { error: told.error + (after - before), ..told };
         let state = self.shared.state.read();
         let Some(record) = state.engines.get(engine_id).filter(|known| known.generation == generation) else {
             return;
         };
         let mut pulse = record.pulse.lock();
-        pulse.clock.share(told, now);
+        pulse.clock.share(told, age, before);
         if let Some(stored) = pulse.stored.as_mut() {
             stored.clock_told = Some(Instant::now());
         }

@@ -149,11 +149,11 @@ async fn a_told_clock_is_answered_within_its_error_and_only_for_the_same_life() 
     let registry = registry();
     let plan = registry.plan_registration(registration("a", 1)).unwrap();
     make_true(&registry, plan, 5);
-    let told = SharedReading { seconds: 1000.0, error: 1.25, age: 10.0 };
-    registry.take_clock("a", 2, told);
+    let told = SharedReading { seconds: 1000.0, error: 1.25 };
+    registry.take_clock("a", 2, told, || 10.0);
     let engine = registry.engine("a").unwrap();
     assert_eq!(registry.clock(&engine), None);
-    registry.take_clock("a", 1, told);
+    registry.take_clock("a", 1, told, || 10.0);
     tokio::time::advance(Duration::from_secs(5)).await;
     let clock = registry.clock(&engine).unwrap();
     assert!((clock.seconds - 1015.0).abs() < 0.01, "{clock:?}");

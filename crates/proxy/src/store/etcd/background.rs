@@ -50,14 +50,17 @@ impl Etcd {
     pub(super) fn tell_clock(&self, engine_id: &str) {
         let Some(engine) = self.registry.engine(engine_id).filter(|_| self.is_up()) else { return };
         let Some(stored) = self.registry.stored(engine_id) else { return };
+        let before = unix_now();
         let Some(reading) = self.registry.clock_to_tell(&engine, CLOCK_PAUSE) else { return };
+        let between = (unix_now() - before).max(0.0);
         let Some(error) = reading.error else { return };
         let value = ClockValue {
             schema: SCHEMA,
             generation: engine.generation,
             seconds: reading.seconds,
-            error,
-            unix: unix_now(),
+            // Two clocks cannot be read at once.
+            error: error + between,
+            unix: before,
             router: self.router.clone(),
         };
         self.background.due.lock().clocks.insert(engine_id.to_owned(), (stored.lease, value));

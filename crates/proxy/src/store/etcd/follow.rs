@@ -301,12 +301,9 @@ impl Etcd {
         if value.router == self.router {
             return;
         }
-        let told = SharedReading {
-            seconds: value.seconds,
-            error: value.error + self.clock_skew.as_secs_f64(),
-            age: unix_now() - value.unix,
-        };
-        self.registry.take_clock(&engine_id, value.generation, told);
+        let told =
+            SharedReading { seconds: value.seconds, error: value.error + self.clock_skew.as_secs_f64() };
+        self.registry.take_clock(&engine_id, value.generation, told, || unix_now() - value.unix);
     }
 }
 
