@@ -6,7 +6,7 @@ use std::time::Duration;
 use engine_sim::EngineConfig;
 use serde_json::{Value, json};
 
-use super::routers::{Routers, pair_at, spawn_pair};
+use super::routers::{Engines, Routers, pair_at, spawn_pair};
 use crate::support::{COMPLETIONS, PROMPT, completion, single_text};
 
 const AWAY: &str = "the store cannot be followed";
@@ -37,7 +37,7 @@ async fn serves(routers: &Routers, expected: &str) {
 #[tokio::test]
 async fn a_router_that_is_ended_and_started_loses_nothing() {
     let (listeners, peers) = pair_at().await;
-    let Some(mut routers) = Routers::start(peers, &[]).await else { return };
+    let Some(mut routers) = Routers::start(Engines::Configured(peers), &[]).await else { return };
     let rarely = |config: &mut EngineConfig| {
         (config.registry_refresh, config.registry_ttl) =
             (Duration::from_secs(600), Some(Duration::from_secs(1800)));
@@ -66,7 +66,9 @@ async fn a_router_that_is_ended_and_started_loses_nothing() {
 #[tokio::test]
 async fn without_etcd_routers_serve_on_and_catch_up_when_it_is_back() {
     let (listeners, peers) = pair_at().await;
-    let Some(mut routers) = Routers::start(peers, &[AWAY, REFUSED]).await else { return };
+    let Some(mut routers) = Routers::start(Engines::Configured(peers), &[AWAY, REFUSED]).await else {
+        return;
+    };
     let engines = spawn_pair(listeners, routers.addrs[0], short_leases).await;
     routers.all("a pair is known", async |router| routers.get(router, "/readyz").await.status == 200).await;
     let expected = single_text(COMPLETIONS, &completion(PROMPT, 6)).await;
@@ -110,7 +112,7 @@ async fn without_etcd_routers_serve_on_and_catch_up_when_it_is_back() {
 
 #[tokio::test]
 async fn a_router_cut_off_during_a_compaction_lists_anew() {
-    let Some(routers) = Routers::start(Vec::new(), &[AWAY]).await else { return };
+    let Some(routers) = Routers::start(Engines::Configured(Vec::new()), &[AWAY]).await else { return };
     assert_eq!(register(&routers, 0, "goes").await, 201);
     assert_eq!(register(&routers, 0, "stays").await, 201);
     routers.all_know("stays", true).await;
@@ -134,7 +136,7 @@ async fn a_router_cut_off_during_a_compaction_lists_anew() {
 #[tokio::test]
 async fn leases_that_nobody_could_renew_cost_no_engine_its_place() {
     let (listeners, peers) = pair_at().await;
-    let Some(routers) = Routers::start(peers, &[AWAY]).await else { return };
+    let Some(routers) = Routers::start(Engines::Configured(peers), &[AWAY]).await else { return };
     let engines = spawn_pair(listeners, routers.addrs[0], short_leases).await;
     routers.all("a pair is known", async |router| routers.get(router, "/readyz").await.status == 200).await;
     let expected = single_text(COMPLETIONS, &completion(PROMPT, 6)).await;
@@ -144,9 +146,9 @@ async fn leases_that_nobody_could_renew_cost_no_engine_its_place() {
     for router in 0..3 {
         routers.wait_up(router, false).await;
     }
-    // etcd lets the engines go, since it hears nothing of them; its own name stays.
+    // etcd lets the engines go, since it hears nothing of them; its own few keys stay.
     let end = std::time::Instant::now() + Duration::from_secs(60);
-    while routers.etcd.keys().await > 1 {
+    while routers.etcd.keys().await > 3 {
         assert!(std::time::Instant::now() < end, "the leases do not end");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
@@ -160,14 +162,14 @@ async fn leases_that_nobody_could_renew_cost_no_engine_its_place() {
     serves(&routers, &expected).await;
     tokio::time::sleep(LONGER).await;
     serves(&routers, &expected).await;
-    assert!(routers.etcd.keys().await > 1, "they are back in etcd");
+    assert!(routers.etcd.keys().await > 3, "they are back in etcd");
     routers.finish(engines).await;
 }
 
 #[tokio::test]
 async fn an_etcd_that_lost_everything_learns_it_from_the_engines() {
     let (listeners, peers) = pair_at().await;
-    let Some(mut routers) = Routers::start(peers, &[AWAY]).await else { return };
+    let Some(mut routers) = Routers::start(Engines::Configured(peers), &[AWAY]).await else { return };
     let engines = spawn_pair(listeners, routers.balancer.address(), |_| {}).await;
     routers.all("a pair is known", async |router| routers.get(router, "/readyz").await.status == 200).await;
     let expected = single_text(COMPLETIONS, &completion(PROMPT, 6)).await;
@@ -186,7 +188,9 @@ async fn an_etcd_that_lost_everything_learns_it_from_the_engines() {
 
 #[tokio::test]
 async fn a_router_starts_without_etcd_and_finds_it_later() {
-    let Some(mut routers) = Routers::start(Vec::new(), &[AWAY, REFUSED]).await else { return };
+    let Some(mut routers) = Routers::start(Engines::Configured(Vec::new()), &[AWAY, REFUSED]).await else {
+        return;
+    };
     assert_eq!(register(&routers, 0, "known").await, 201);
     routers.stop(1).await;
     routers.gates[1].cut();

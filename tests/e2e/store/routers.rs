@@ -21,9 +21,18 @@ pub(super) struct Routers {
     pub(super) gates: Vec<EtcdGate>,
     pub(super) balancer: EtcdGate,
     running: Vec<Option<Running>>,
-    peers: Vec<PeerSpec>,
+    engines: Engines,
     http: reqwest::Client,
     log: Log,
+}
+
+/// Which engines the routers use.
+#[derive(Clone)]
+pub(super) enum Engines {
+    /// Those of the settings, once they are registered, too.
+    Configured(Vec<PeerSpec>),
+    /// Those that register.
+    Registered,
 }
 
 /// A deployment is on one machine with many others: what is awaited is far below this.
@@ -31,7 +40,7 @@ const SOON: Duration = Duration::from_secs(60);
 
 impl Routers {
     /// `None` without an etcd on this machine. The routers may warn of what contains these texts.
-    pub(super) async fn start(peers: Vec<PeerSpec>, warnings: &[&'static str]) -> Option<Self> {
+    pub(super) async fn start(engines: Engines, warnings: &[&'static str]) -> Option<Self> {
         let log = Log::capture(warnings.to_vec());
         let Some(etcd) = Etcd::start().await else {
             log.check();
@@ -45,10 +54,10 @@ impl Routers {
             listeners.push(listener);
         }
         for (listener, gate) in listeners.into_iter().zip(&gates) {
-            running.push(Some(launch(listener, gate.address(), &peers).await));
+            running.push(Some(launch(listener, gate.address(), &engines).await));
         }
         let balancer = EtcdGate::to(addrs.clone()).await;
-        let routers = Self { etcd, addrs, gates, balancer, running, peers, http: http_client(), log };
+        let routers = Self { etcd, addrs, gates, balancer, running, engines, http: http_client(), log };
         for router in 0..3 {
             routers.wait_up(router, true).await;
         }
@@ -63,7 +72,7 @@ impl Routers {
     /// Starts a router that was ended, at its address.
     pub(super) async fn restart(&mut self, router: usize) {
         let listener = TcpListener::bind(self.addrs[router]).await.unwrap();
-        self.running[router] = Some(launch(listener, self.gates[router].address(), &self.peers).await);
+        self.running[router] = Some(launch(listener, self.gates[router].address(), &self.engines).await);
     }
 
     pub(super) async fn send(&self, router: usize, method: &str, path: &str, body: &Value) -> Answer {
@@ -117,19 +126,19 @@ impl Routers {
 
     /// Ends everything; the routers must not have warned of anything unexpected.
     pub(super) async fn finish(mut self, engines: Vec<Engine>) {
-        for engine in engines {
-            engine.shutdown().await;
-        }
         for router in 0..self.running.len() {
             if self.running[router].is_some() {
                 self.stop(router).await;
             }
         }
+        for engine in engines {
+            engine.shutdown().await;
+        }
         self.log.check();
     }
 }
 
-async fn launch(listener: TcpListener, etcd: SocketAddr, peers: &[PeerSpec]) -> Running {
+async fn launch(listener: TcpListener, etcd: SocketAddr, engines: &Engines) -> Running {
     let mut config = Config { listen: listener.local_addr().unwrap(), ..Config::default() };
     config.fleet.embedded = Embedded::Never;
     config.probe.interval = Duration::from_millis(100);
@@ -140,6 +149,10 @@ async fn launch(listener: TcpListener, etcd: SocketAddr, peers: &[PeerSpec]) -> 
     config.store.kind = StoreKind::Etcd;
     config.store.endpoints = vec![format!("http://{etcd}")];
     config.store.timeout = Duration::from_secs(10);
+    let Engines::Configured(peers) = engines else {
+        return config.build_on(listener).await.unwrap().spawn().await.unwrap();
+    };
+    config.pairing.adopt_registered = false;
     for peer in peers {
         match peer.role {
             Role::Prefill => config.prefill.push(peer.clone()),
