@@ -6,7 +6,7 @@ use std::time::Duration;
 use engine_sim::EngineConfig;
 use serde_json::{Value, json};
 
-use super::routers::{Engines, Routers, pair_at, spawn_pair};
+use super::routers::{Engines, Routers, spawn_pair};
 use crate::support::{COMPLETIONS, PROMPT, completion, single_text};
 
 const AWAY: &str = "the store cannot be followed";
@@ -36,15 +36,14 @@ async fn serves(routers: &Routers, expected: &str) {
 
 #[tokio::test]
 async fn a_router_that_is_ended_and_started_loses_nothing() {
-    let (listeners, peers) = pair_at().await;
-    let Some(mut routers) = Routers::start(Engines::Configured(peers), &[]).await else { return };
+    let Some(mut routers) = Routers::start(Engines::Used, &[]).await else { return };
     let rarely = |config: &mut EngineConfig| {
         (config.registry_refresh, config.registry_ttl) =
             (Duration::from_secs(600), Some(Duration::from_secs(1800)));
     };
     // They speak to the registry once and then not for ten minutes: whatever a router that starts
     // anew knows of them it has from etcd.
-    let engines = spawn_pair(listeners, routers.addrs[0], rarely).await;
+    let engines = spawn_pair(routers.addrs[0], rarely).await;
     for engine in &engines {
         routers.all_know(engine.engine_id(), true).await;
     }
@@ -65,11 +64,10 @@ async fn a_router_that_is_ended_and_started_loses_nothing() {
 
 #[tokio::test]
 async fn without_etcd_routers_serve_on_and_catch_up_when_it_is_back() {
-    let (listeners, peers) = pair_at().await;
-    let Some(mut routers) = Routers::start(Engines::Configured(peers), &[AWAY, REFUSED]).await else {
+    let Some(mut routers) = Routers::start(Engines::Used, &[AWAY, REFUSED]).await else {
         return;
     };
-    let engines = spawn_pair(listeners, routers.addrs[0], short_leases).await;
+    let engines = spawn_pair(routers.addrs[0], short_leases).await;
     routers.all("a pair is known", async |router| routers.get(router, "/readyz").await.status == 200).await;
     let expected = single_text(COMPLETIONS, &completion(PROMPT, 6)).await;
 
@@ -112,7 +110,7 @@ async fn without_etcd_routers_serve_on_and_catch_up_when_it_is_back() {
 
 #[tokio::test]
 async fn a_router_cut_off_during_a_compaction_lists_anew() {
-    let Some(routers) = Routers::start(Engines::Configured(Vec::new()), &[AWAY]).await else { return };
+    let Some(routers) = Routers::start(Engines::Known, &[AWAY]).await else { return };
     assert_eq!(register(&routers, 0, "goes").await, 201);
     assert_eq!(register(&routers, 0, "stays").await, 201);
     routers.all_know("stays", true).await;
@@ -135,9 +133,8 @@ async fn a_router_cut_off_during_a_compaction_lists_anew() {
 
 #[tokio::test]
 async fn leases_that_nobody_could_renew_cost_no_engine_its_place() {
-    let (listeners, peers) = pair_at().await;
-    let Some(routers) = Routers::start(Engines::Configured(peers), &[AWAY]).await else { return };
-    let engines = spawn_pair(listeners, routers.addrs[0], short_leases).await;
+    let Some(routers) = Routers::start(Engines::Used, &[AWAY]).await else { return };
+    let engines = spawn_pair(routers.addrs[0], short_leases).await;
     routers.all("a pair is known", async |router| routers.get(router, "/readyz").await.status == 200).await;
     let expected = single_text(COMPLETIONS, &completion(PROMPT, 6)).await;
     for gate in &routers.gates {
@@ -146,9 +143,9 @@ async fn leases_that_nobody_could_renew_cost_no_engine_its_place() {
     for router in 0..3 {
         routers.wait_up(router, false).await;
     }
-    // etcd lets the engines go, since it hears nothing of them; its own few keys stay.
+    // etcd lets the engines go, since it hears nothing of them.
     let end = std::time::Instant::now() + Duration::from_secs(60);
-    while routers.etcd.keys().await > 3 {
+    while !routers.etcd.engines_keys().await.is_empty() {
         assert!(std::time::Instant::now() < end, "the leases do not end");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
@@ -162,15 +159,14 @@ async fn leases_that_nobody_could_renew_cost_no_engine_its_place() {
     serves(&routers, &expected).await;
     tokio::time::sleep(LONGER).await;
     serves(&routers, &expected).await;
-    assert!(routers.etcd.keys().await > 3, "they are back in etcd");
+    assert!(!routers.etcd.engines_keys().await.is_empty(), "they are back in etcd");
     routers.finish(engines).await;
 }
 
 #[tokio::test]
 async fn an_etcd_that_lost_everything_learns_it_from_the_engines() {
-    let (listeners, peers) = pair_at().await;
-    let Some(mut routers) = Routers::start(Engines::Configured(peers), &[AWAY]).await else { return };
-    let engines = spawn_pair(listeners, routers.balancer.address(), |_| {}).await;
+    let Some(mut routers) = Routers::start(Engines::Used, &[AWAY]).await else { return };
+    let engines = spawn_pair(routers.balancer.address(), |_| {}).await;
     routers.all("a pair is known", async |router| routers.get(router, "/readyz").await.status == 200).await;
     let expected = single_text(COMPLETIONS, &completion(PROMPT, 6)).await;
     routers.etcd.kill();
@@ -188,7 +184,7 @@ async fn an_etcd_that_lost_everything_learns_it_from_the_engines() {
 
 #[tokio::test]
 async fn a_router_starts_without_etcd_and_finds_it_later() {
-    let Some(mut routers) = Routers::start(Engines::Configured(Vec::new()), &[AWAY, REFUSED]).await else {
+    let Some(mut routers) = Routers::start(Engines::Known, &[AWAY, REFUSED]).await else {
         return;
     };
     assert_eq!(register(&routers, 0, "known").await, 201);

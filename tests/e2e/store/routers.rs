@@ -8,7 +8,7 @@ use kv_connector::protocol::handshake::NixlHandshakePayload;
 use kv_connector::protocol::metadata::{AgentMetadataV2, NixlAgentMetadata};
 use kvbaton::Running;
 use kvbaton::config::{Config, Embedded};
-use kvbaton_proxy::{PeerSpec, Role, StoreKind, UnknownPairs};
+use kvbaton_proxy::{StoreKind, UnknownPairs};
 use serde_json::Value;
 use tokio::net::TcpListener;
 
@@ -26,13 +26,13 @@ pub(super) struct Routers {
     log: Log,
 }
 
-/// Which engines the routers use.
-#[derive(Clone)]
+/// What the routers do with engines that register.
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Engines {
-    /// Those of the settings, once they are registered, too.
-    Configured(Vec<PeerSpec>),
-    /// Those that register.
-    Registered,
+    /// They use them.
+    Used,
+    /// They only know them: the engines are made up.
+    Known,
 }
 
 /// A deployment is on one machine with many others: what is awaited is far below this.
@@ -54,7 +54,7 @@ impl Routers {
             listeners.push(listener);
         }
         for (listener, gate) in listeners.into_iter().zip(&gates) {
-            running.push(Some(launch(listener, gate.address(), &engines).await));
+            running.push(Some(launch(listener, gate.address(), engines).await));
         }
         let balancer = EtcdGate::to(addrs.clone()).await;
         let routers = Self { etcd, addrs, gates, balancer, running, engines, http: http_client(), log };
@@ -62,6 +62,11 @@ impl Routers {
             routers.wait_up(router, true).await;
         }
         Some(routers)
+    }
+
+    /// The routers may warn with texts that contain this.
+    pub(super) fn tolerate(&mut self, text: &'static str) {
+        self.log.tolerate(text);
     }
 
     /// Ends a router.
@@ -72,7 +77,7 @@ impl Routers {
     /// Starts a router that was ended, at its address.
     pub(super) async fn restart(&mut self, router: usize) {
         let listener = TcpListener::bind(self.addrs[router]).await.unwrap();
-        self.running[router] = Some(launch(listener, self.gates[router].address(), &self.engines).await);
+        self.running[router] = Some(launch(listener, self.gates[router].address(), self.engines).await);
     }
 
     pub(super) async fn send(&self, router: usize, method: &str, path: &str, body: &Value) -> Answer {
@@ -138,7 +143,7 @@ impl Routers {
     }
 }
 
-async fn launch(listener: TcpListener, etcd: SocketAddr, engines: &Engines) -> Running {
+async fn launch(listener: TcpListener, etcd: SocketAddr, engines: Engines) -> Running {
     let mut config = Config { listen: listener.local_addr().unwrap(), ..Config::default() };
     config.fleet.embedded = Embedded::Never;
     config.probe.interval = Duration::from_millis(100);
@@ -149,41 +154,17 @@ async fn launch(listener: TcpListener, etcd: SocketAddr, engines: &Engines) -> R
     config.store.kind = StoreKind::Etcd;
     config.store.endpoints = vec![format!("http://{etcd}")];
     config.store.timeout = Duration::from_secs(10);
-    let Engines::Configured(peers) = engines else {
-        return config.build_on(listener).await.unwrap().spawn().await.unwrap();
-    };
-    config.pairing.adopt_registered = false;
-    for peer in peers {
-        match peer.role {
-            Role::Prefill => config.prefill.push(peer.clone()),
-            Role::Decode => config.decode.push(peer.clone()),
-        }
-    }
+    config.pairing.adopt_registered = engines == Engines::Used;
     config.build_on(listener).await.unwrap().spawn().await.unwrap()
 }
 
-/// A pair of simulated engines that register through `registry`, and the peers that they are.
-pub(super) async fn pair_at() -> (Vec<TcpListener>, Vec<PeerSpec>) {
-    let (mut listeners, mut peers) = (Vec::new(), Vec::new());
-    for role in [Role::Prefill, Role::Decode] {
-        let listener = listen().await;
-        peers.push(PeerSpec::new(role, format!("http://{}", listener.local_addr().unwrap())));
-        listeners.push(listener);
-    }
-    (listeners, peers)
-}
-
-/// Starts the pair's engines.
-pub(super) async fn spawn_pair(
-    listeners: Vec<TcpListener>,
-    registry: SocketAddr,
-    tune: impl Fn(&mut EngineConfig),
-) -> Vec<Engine> {
+/// Starts a prefill and a decode engine that register at `registry`.
+pub(super) async fn spawn_pair(registry: SocketAddr, tune: impl Fn(&mut EngineConfig)) -> Vec<Engine> {
     let mut engines = Vec::new();
-    for (role, listener) in [engine_sim::Role::Prefill, engine_sim::Role::Decode].into_iter().zip(listeners) {
+    for role in [engine_sim::Role::Prefill, engine_sim::Role::Decode] {
         let mut config = EngineConfig { role, ..engine_config(registry) };
         tune(&mut config);
-        engines.push(engine_sim::spawn(config, listener).await.unwrap());
+        engines.push(engine_sim::spawn(config, listen().await).await.unwrap());
     }
     engines
 }

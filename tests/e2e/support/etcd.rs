@@ -99,12 +99,35 @@ impl Etcd {
         self.call("/v3/kv/compaction", &json!({"revision": revision, "physical": true})).await;
     }
 
-    /// How many keys it has.
-    pub(crate) async fn keys(&self) -> u64 {
-        let everything = json!({"key": "AA==", "range_end": "AA==", "count_only": true});
+    /// The names of its keys, in order.
+    pub(crate) async fn keys(&self) -> Vec<String> {
+        let everything = json!({"key": "AA==", "range_end": "AA==", "keys_only": true});
         let answer = self.call("/v3/kv/range", &everything).await;
-        answer["count"].as_str().map_or(0, |count| count.parse().unwrap())
+        let keys = answer["kvs"].as_array().cloned().unwrap_or_default();
+        keys.iter().map(|key| text_of_base64(key["key"].as_str().unwrap())).collect()
     }
+
+    /// The names of its keys that belong to engines.
+    pub(crate) async fn engines_keys(&self) -> Vec<String> {
+        let mut keys = self.keys().await;
+        let of_engines = ["/engines/", "/addresses/", "/clocks/", "/payloads/"];
+        keys.retain(|key| of_engines.iter().any(|level| key.contains(level)));
+        keys
+    }
+}
+
+fn text_of_base64(text: &str) -> String {
+    const DIGITS: &[u8] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let (mut bytes, mut bits, mut count) = (Vec::new(), 0_u32, 0);
+    for digit in text.bytes().filter(|digit| *digit != b'=') {
+        let value = DIGITS.iter().position(|known| *known == digit).unwrap();
+        (bits, count) = (bits << 6 | u32::try_from(value).unwrap(), count + 6);
+        if count >= 8 {
+            count -= 8;
+            bytes.push(u8::try_from(bits >> count & 0xff).unwrap());
+        }
+    }
+    String::from_utf8(bytes).unwrap()
 }
 
 impl Drop for Etcd {

@@ -14,6 +14,7 @@ use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
 pub(crate) struct Log {
     lines: Arc<Mutex<Vec<String>>>,
     expected: Vec<&'static str>,
+    tolerated: Vec<&'static str>,
     checked: bool,
     _guard: DefaultGuard,
 }
@@ -24,7 +25,17 @@ impl Log {
         let subscriber =
             tracing_subscriber::registry().with(LevelFilter::WARN).with(Capture(Arc::clone(&lines)));
         let guard = tracing::subscriber::set_default(subscriber);
-        Self { lines, expected, checked: false, _guard: guard }
+        Self { lines, expected, tolerated: Vec::new(), checked: false, _guard: guard }
+    }
+
+    /// Lines that contain this may come or not: it is a matter of who is first.
+    #[cfg(feature = "etcd")]
+    pub(crate) fn tolerate(&mut self, text: &'static str) {
+        self.tolerated.push(text);
+    }
+
+    fn tolerates(&self, line: &str) -> bool {
+        self.tolerated.iter().any(|text| line.contains(text))
     }
 
     pub(crate) fn lines(&self) -> Vec<String> {
@@ -36,7 +47,8 @@ impl Log {
         self.checked = true;
         let lines = self.lines();
         let expected = |line: &&String| self.expected.iter().any(|text| line.contains(text));
-        let unexpected: Vec<&String> = lines.iter().filter(|line| !expected(line)).collect();
+        let unexpected: Vec<&String> =
+            lines.iter().filter(|line| !expected(line) && !self.tolerates(line)).collect();
         assert!(unexpected.is_empty(), "unexpected log lines: {unexpected:#?}");
         for text in &self.expected {
             assert!(

@@ -89,6 +89,19 @@ impl Etcd {
         *self.heard.lock() = Some(Instant::now());
     }
 
+    /// Waits for an engine that is not known here though the store has it: it may have registered at
+    /// another router a moment ago.
+    async fn catch_up(&self, engine_id: &str) {
+        if self.registry.engine(engine_id).is_some() || !self.is_up() {
+            return;
+        }
+        match self.link.revision_of(&self.keys.engine(engine_id)).await {
+            Ok(Some(revision)) => drop(self.applied_within_deadline(revision).await),
+            Ok(None) => {}
+            Err(fault) => tracing::debug!(%fault, "an unknown engine was not looked for in the store"),
+        }
+    }
+
     /// Waits until the copy holds what was changed at a revision; whether it does in time.
     async fn applied_within_deadline(&self, revision: i64) -> bool {
         let mut applied = self.applied.subscribe();
@@ -126,6 +139,7 @@ impl Storage for Etcd {
 
     async fn heartbeat(&self, engine_id: &str, heartbeat: &Heartbeat) -> Result<Receipt, RegistryError> {
         heartbeat.check()?;
+        self.catch_up(engine_id).await;
         if self.registry.engine(engine_id).is_some() && self.registry.stored(engine_id).is_none() {
             return self.registry.heartbeat(engine_id, heartbeat);
         }
@@ -146,6 +160,7 @@ impl Storage for Etcd {
     }
 
     async fn remove(&self, engine_id: &str) -> Result<bool, RegistryError> {
+        self.catch_up(engine_id).await;
         self.commit_removal(engine_id).await
     }
 

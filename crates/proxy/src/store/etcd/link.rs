@@ -127,6 +127,12 @@ impl Link {
         Ok(answer.header().ok_or(LinkFault::NoHeader)?.revision())
     }
 
+    /// The revision of a key; `None` when it is not there.
+    pub(super) async fn revision_of(&self, key: &str) -> Result<Option<i64>, LinkFault> {
+        let answer = self.get(key, GetOptions::new().with_keys_only()).await?;
+        Ok(answer.kvs().first().map(KeyValue::mod_revision))
+    }
+
     /// The value of a key, which is given this one if it has none, and etcd's newest revision.
     pub(super) async fn value_or(&self, key: &str, value: &str) -> Result<(Vec<u8>, i64), LinkFault> {
         let is_absent = Compare::version(key, CompareOp::Equal, 0);
