@@ -3,11 +3,13 @@
 //! Must never show an engine's address, nor turn an error into a response anywhere else.
 
 use axum::Json;
+use axum::body::Bytes;
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
 use http::header::{HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
 use kvbaton_proxy::{
-    BadRequest, Broken, HandOffRefusal, PeerSpecError, ProxyError, RegistryError, Stage, UpstreamFailure,
+    Account, BadRequest, Broken, Endpoint, EventError, HandOffRefusal, PeerSpecError, ProxyError,
+    RegistryError, Stage, UpstreamFailure, error_event,
 };
 use serde::Serialize;
 
@@ -25,6 +27,11 @@ pub(crate) enum RouteError {
     MethodNotAllowed,
     #[error("the body is larger than {limit} bytes")]
     BodyTooLarge { limit: usize },
+    #[error("the router holds as much as it may; try again soon")]
+    NoRoom,
+    /// An engine's refusal that came too late to be told by its status.
+    #[error("the engine refused the request")]
+    Refused { said: Bytes },
     #[error("the body did not arrive in time")]
     BodyTimeout,
     #[error("the body ended early")]
@@ -96,22 +103,29 @@ impl JsonFault {
 }
 
 /// OpenAI's classes of errors, as far as this surface needs them.
-#[derive(Clone, Copy, Serialize)]
+#[derive(Clone, Copy)]
 enum Class {
-    #[serde(rename = "invalid_request_error")]
     InvalidRequest,
-    #[serde(rename = "authentication_error")]
     Authentication,
-    #[serde(rename = "permission_error")]
     Permission,
-    #[serde(rename = "not_found_error")]
     NotFound,
-    #[serde(rename = "unavailable_error")]
     Unavailable,
-    #[serde(rename = "upstream_error")]
     Upstream,
-    #[serde(rename = "server_error")]
     Server,
+}
+
+impl Class {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::InvalidRequest => "invalid_request_error",
+            Self::Authentication => "authentication_error",
+            Self::Permission => "permission_error",
+            Self::NotFound => "not_found_error",
+            Self::Unavailable => "unavailable_error",
+            Self::Upstream => "upstream_error",
+            Self::Server => "server_error",
+        }
+    }
 }
 
 /// OpenAI's error body.
@@ -124,7 +138,7 @@ struct ErrorBody {
 struct ErrorObject {
     message: String,
     #[serde(rename = "type")]
-    class: Class,
+    class: &'static str,
     param: Option<String>,
     code: &'static str,
 }
@@ -169,6 +183,19 @@ impl Face {
 }
 
 impl RouteError {
+    /// The status with which it is answered.
+    pub(crate) fn status(&self) -> StatusCode {
+        self.face().status
+    }
+
+    /// Puts it into the request's account.
+    pub(crate) fn tell(&self, account: &Account) {
+        // A client whose body breaks off has left: nobody reads the answer.
+        if !matches!(self, Self::BodyIncomplete) {
+            account.refused(self.status().as_u16());
+        }
+    }
+
     fn face(&self) -> Face {
         match self {
             Self::UnknownPath => Face::absent("unknown_endpoint"),
@@ -178,6 +205,8 @@ impl RouteError {
             Self::BodyTooLarge { .. } => {
                 Face::new(StatusCode::PAYLOAD_TOO_LARGE, Class::InvalidRequest, "body_too_large")
             }
+            Self::NoRoom => no_room(),
+            Self::Refused { .. } => Face::new(StatusCode::BAD_GATEWAY, Class::Upstream, "engine_refused"),
             Self::BodyTimeout => {
                 Face::new(StatusCode::REQUEST_TIMEOUT, Class::InvalidRequest, "body_timeout")
             }
@@ -216,6 +245,10 @@ impl RouteError {
     }
 }
 
+fn no_room() -> Face {
+    Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, "no_room").retry()
+}
+
 fn proxy_face(error: &ProxyError) -> Face {
     match error {
         ProxyError::BadRequest(bad) => bad_request_face(bad),
@@ -228,6 +261,9 @@ fn proxy_face(error: &ProxyError) -> Face {
         }
         ProxyError::NoCompatiblePair => {
             Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, "no_compatible_pair").retry()
+        }
+        ProxyError::ShuttingDown => {
+            Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, "shutting_down").retry()
         }
         ProxyError::Upstream(failure) => upstream_face(failure),
         ProxyError::PrefillFailed(status) => {
@@ -262,6 +298,9 @@ fn upstream_face(failure: &UpstreamFailure) -> Face {
         Broken::Connect => (StatusCode::BAD_GATEWAY, "upstream_connect", "could not be reached"),
         Broken::Reset => (StatusCode::BAD_GATEWAY, "upstream_reset", "ended the connection early"),
         Broken::Timeout => (StatusCode::GATEWAY_TIMEOUT, "upstream_timeout", "did not answer in time"),
+        Broken::Idle => (StatusCode::GATEWAY_TIMEOUT, "upstream_idle", "stopped sending"),
+        Broken::Total => (StatusCode::GATEWAY_TIMEOUT, "upstream_total", "took longer than allowed"),
+        Broken::NoRoom => return no_room(),
         Broken::Protocol => (StatusCode::BAD_GATEWAY, "upstream_protocol", "did not answer in HTTP"),
         Broken::TooLarge => (StatusCode::BAD_GATEWAY, "upstream_too_large", "answered more than can be held"),
     };
@@ -306,9 +345,39 @@ fn peer_spec_face(error: &PeerSpecError) -> Face {
         PeerSpecError::SideChannelAddress => Face::invalid("invalid_peer").param("side_channel"),
         PeerSpecError::Size => Face::invalid("invalid_peer").param("tp_size"),
         PeerSpecError::Lease => Face::invalid("invalid_peer").param("lease"),
+        PeerSpecError::Ranks => Face::invalid("invalid_peer").param("dp_rank"),
         PeerSpecError::Name { .. } => Face::invalid("invalid_peer").param("name"),
         PeerSpecError::Exists { .. } => Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "peer_exists"),
     }
+}
+
+/// The error as the last event of a stream that has begun.
+pub(crate) fn event_of(error: &RouteError, endpoint: Endpoint) -> Bytes {
+    let face = error.face();
+    let message = face.message.unwrap_or_else(|| error.to_string());
+    if let RouteError::Refused { said } = error
+        && let Some(event) = refusal_event(endpoint, said)
+    {
+        return event;
+    }
+    if face.status.is_server_error() {
+        tracing::warn!(status = face.status.as_u16(), code = face.code, error = %error, "stream failed");
+    }
+    let class = face.class.name();
+    error_event(endpoint, &EventError { class, code: face.code, message: &message })
+}
+
+/// An engine's own words, if they are an error object.
+fn refusal_event(endpoint: Endpoint, said: &[u8]) -> Option<Bytes> {
+    let said: serde_json::Value = serde_json::from_slice(said).ok()?;
+    let error = said.get("error")?;
+    let text = |name: &str| match error.get(name) {
+        Some(serde_json::Value::String(text)) => text.clone(),
+        Some(other) => other.to_string(),
+        None => String::new(),
+    };
+    let (class, code, message) = (text("type"), text("code"), text("message"));
+    Some(error_event(endpoint, &EventError { class: &class, code: &code, message: &message }))
 }
 
 impl IntoResponse for RouteError {
@@ -322,7 +391,7 @@ impl IntoResponse for RouteError {
         }
         let error = ErrorObject {
             message: face.message.unwrap_or_else(|| self.to_string()),
-            class: face.class,
+            class: face.class.name(),
             param: face.param,
             code: face.code,
         };
@@ -341,7 +410,6 @@ impl IntoResponse for RouteError {
 mod tests {
     use std::collections::BTreeSet;
 
-    use bytes::Bytes;
     use http_body_util::BodyExt;
     use kvbaton_proxy::{FieldProblem, Progress, Proxy, Settings};
     use tokio_util::sync::CancellationToken;
@@ -380,6 +448,10 @@ mod tests {
             (upstream(Stage::Decode, Broken::Connect), 502, "upstream_connect"),
             (upstream(Stage::Prefill, Broken::Reset), 502, "upstream_reset"),
             (upstream(Stage::Prefill, Broken::Timeout), 504, "upstream_timeout"),
+            (upstream(Stage::Decode, Broken::Idle), 504, "upstream_idle"),
+            (upstream(Stage::Decode, Broken::Total), 504, "upstream_total"),
+            (upstream(Stage::Decode, Broken::NoRoom), 503, "no_room"),
+            (ProxyError::ShuttingDown.into(), 503, "shutting_down"),
             (upstream(Stage::Decode, Broken::Protocol), 502, "upstream_protocol"),
             (upstream(Stage::Decode, Broken::TooLarge), 502, "upstream_too_large"),
             (ProxyError::PrefillFailed(500).into(), 502, "prefill_failed"),
@@ -387,6 +459,7 @@ mod tests {
             (hand_off(HandOffRefusal::Garbage), 502, "bad_hand_off"),
             (hand_off(HandOffRefusal::TokenCount(Some(2))), 502, "bad_hand_off"),
             (hand_off(HandOffRefusal::Coverage { covered: 9, prompt: 8 }), 502, "bad_hand_off"),
+            (hand_off(HandOffRefusal::NoPromptLogprobs), 502, "bad_hand_off"),
             (hand_off(HandOffRefusal::Expiring), 502, "hand_off_expired"),
         ]
     }
@@ -412,6 +485,7 @@ mod tests {
             (RouteError::EngineNotReady { engine_id: text() }, 409, "engine_not_ready"),
             (PeerSpecError::Url { url: text() }.into(), 400, "invalid_peer"),
             (PeerSpecError::Scheme { url: text() }.into(), 400, "invalid_peer"),
+            (PeerSpecError::Ranks.into(), 400, "invalid_peer"),
             (PeerSpecError::Token.into(), 400, "invalid_peer"),
             (PeerSpecError::Name { name: text() }.into(), 400, "invalid_peer"),
             (PeerSpecError::Exists { id: text() }.into(), 409, "peer_exists"),
@@ -430,6 +504,8 @@ mod tests {
             (RouteError::UnknownPath, 404, "unknown_endpoint"),
             (RouteError::MethodNotAllowed, 405, "method_not_allowed"),
             (RouteError::BodyTooLarge { limit: 1 }, 413, "body_too_large"),
+            (RouteError::NoRoom, 503, "no_room"),
+            (RouteError::Refused { said: Bytes::new() }, 502, "engine_refused"),
             (RouteError::BodyTimeout, 408, "body_timeout"),
             (RouteError::BodyIncomplete, 400, "body_incomplete"),
             (RouteError::ContentEncoding, 415, "unsupported_content_encoding"),

@@ -13,7 +13,7 @@ use bytes::BytesMut;
 use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderName};
 use http::request::Parts;
 use http_body_util::BodyExt;
-use kvbaton_proxy::{Exchange, RequestId};
+use kvbaton_proxy::{Exchange, Proxy, RequestId};
 use serde::de::DeserializeOwned;
 use tracing::Instrument;
 
@@ -45,12 +45,13 @@ pub(crate) async fn identify(mut request: Request, next: Next) -> Response {
 }
 
 /// What the core needs of a request's head.
-pub(crate) fn exchange(mut parts: Parts) -> Exchange {
+pub(crate) fn exchange(mut parts: Parts, proxy: &Proxy, endpoint: &'static str) -> Exchange {
     let request_id = parts
         .extensions
         .remove::<RequestId>()
         .unwrap_or_else(|| RequestId::accept(parts.headers.get(X_REQUEST_ID)));
-    Exchange { request_id, headers: parts.headers }
+    let account = proxy.account(&request_id, endpoint);
+    Exchange { request_id, headers: parts.headers, account }
 }
 
 // ---------------------------------------------------------------- body

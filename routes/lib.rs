@@ -7,6 +7,8 @@ mod admin;
 mod error;
 mod extract;
 mod health;
+mod held;
+mod keep_alive;
 mod openai;
 mod registry;
 mod unread;
@@ -45,6 +47,8 @@ pub struct Limits {
     pub payload_bytes: usize,
     /// How long a client that is sending a body may be silent before it is answered with 408.
     pub body_silence: Duration,
+    /// How often a client that waits for a stream gets a comment; zero for never.
+    pub keep_alive: Duration,
 }
 
 impl Limits {
@@ -119,11 +123,15 @@ pub const ENDPOINTS: &[EndpointDoc] = &[
     EndpointDoc::open(Method::POST, "/v1/chat/completions", || {
         post(|state, request| openai::forward(Endpoint::ChatCompletions, state, request))
     }),
+    EndpointDoc::open(Method::POST, "/v1/responses", || {
+        post(|state, request| openai::forward(Endpoint::Responses, state, request))
+    }),
+    EndpointDoc::open(Method::POST, "/v1/messages", || {
+        post(|state, request| openai::forward(Endpoint::Messages, state, request))
+    }),
     EndpointDoc::open(Method::GET, "/v1/models", || get(openai::models)),
     EndpointDoc::open(Method::GET, "/v1/models/{*model}", || get(openai::model)),
     // One decode engine answers alone.
-    EndpointDoc::passed_through(Method::POST, "/v1/responses"),
-    EndpointDoc::passed_through(Method::POST, "/v1/messages"),
     EndpointDoc::passed_through(Method::POST, "/v1/messages/count_tokens"),
     EndpointDoc::passed_through(Method::POST, "/v1/embeddings"),
     EndpointDoc::passed_through(Method::POST, "/v2/embed"),

@@ -7,11 +7,13 @@ use axum::body::Body;
 use axum::extract::{Request, State as Shared};
 use axum::response::{IntoResponse, Response};
 use http::uri::PathAndQuery;
-use kvbaton_proxy::{Endpoint, Proxy};
+use kvbaton_proxy::{Endpoint, Exchange, Proxy};
 
 use crate::State;
 use crate::error::RouteError;
-use crate::extract::{Segments, check_not_encoded, exchange, read_body};
+use crate::extract::{Segments, check_not_encoded, exchange};
+use crate::held::read_held_body;
+use crate::keep_alive;
 
 /// Answers a request through prefill, hand-off and decode.
 pub(crate) async fn forward(
@@ -20,10 +22,32 @@ pub(crate) async fn forward(
     request: Request,
 ) -> Result<Response, RouteError> {
     let (parts, body) = request.into_parts();
-    check_not_encoded(&parts.headers)?;
-    let body = read_body(&parts.headers, body, state.limits.body_bound()).await?;
-    let answer = state.proxy.complete(endpoint, exchange(parts), body).await?;
-    Ok(answer.map(Body::new))
+    let exchange = exchange(parts, &state.proxy, endpoint.label());
+    let account = exchange.account.clone();
+    let answered = answer(endpoint, state, exchange, body).await;
+    answered.inspect_err(|error| error.tell(&account))
+}
+
+async fn answer(
+    endpoint: Endpoint,
+    state: State,
+    exchange: Exchange,
+    body: Body,
+) -> Result<Response, RouteError> {
+    check_not_encoded(&exchange.headers)?;
+    let proxy = state.proxy;
+    let body = read_held_body(&exchange.headers, body, state.limits.body_bound(), proxy.held()).await?;
+    let order = proxy.read(endpoint, &exchange, body)?;
+    let (interval, account) = (state.limits.keep_alive, exchange.account.clone());
+    let waits = order.wants_stream() && !interval.is_zero();
+    let served = async move {
+        let answer = proxy.serve(order, exchange).await?;
+        Ok(answer.map(Body::new))
+    };
+    if waits {
+        return keep_alive::answered(Box::pin(served), endpoint, account, interval).await;
+    }
+    served.await
 }
 
 /// Hands a request to one decode engine, path, query and body as they are.
@@ -34,9 +58,15 @@ pub(crate) async fn pass_through(
     let (parts, body) = request.into_parts();
     let target = parts.uri.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/"));
     let method = parts.method.clone();
-    let body = read_body(&parts.headers, body, state.limits.body_bound()).await?;
-    let answer = state.proxy.pass_through(method, target, exchange(parts), body).await?;
-    Ok(answer.map(Body::new))
+    let exchange = exchange(parts, &state.proxy, "pass_through");
+    let account = exchange.account.clone();
+    let passed = async move {
+        let (bound, held) = (state.limits.body_bound(), state.proxy.held());
+        let body = read_held_body(&exchange.headers, body, bound, held).await?;
+        let answer = state.proxy.pass_through(method, target, exchange, body).await?;
+        Ok(answer.map(Body::new))
+    };
+    passed.await.inspect_err(|error: &RouteError| error.tell(&account))
 }
 
 /// The union of the peers' models.

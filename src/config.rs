@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use kvbaton_proxy::{
     HandOffPolicy, Limits, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, Settings,
-    SideChannelSettings, StoreSettings, Timeouts,
+    SideChannelSettings, StoreSettings, Streaming, Timeouts,
 };
 use serde::{Deserialize, Serialize};
 
@@ -53,6 +53,8 @@ pub struct Config {
     pub limits: Limits,
     /// Where what several routers must agree on is kept.
     pub store: StoreSettings,
+    /// How answers are streamed.
+    pub stream: Streaming,
 }
 
 impl Default for Config {
@@ -73,6 +75,7 @@ impl Default for Config {
             retry: Retry::default(),
             limits: Limits::default(),
             store: StoreSettings::default(),
+            stream: Streaming::default(),
         }
     }
 }
@@ -175,6 +178,7 @@ impl Config {
             retry: self.retry.clone(),
             limits: self.limits.clone(),
             store: self.store.clone(),
+            stream: self.stream.clone(),
         }
     }
 
@@ -202,6 +206,7 @@ impl Config {
             ("timeouts.prefill", self.timeouts.prefill),
             ("timeouts.decode_head", self.timeouts.decode_head),
             ("timeouts.idle", self.timeouts.idle),
+            ("timeouts.total", self.timeouts.total),
             ("timeouts.release", self.timeouts.release),
             ("timeouts.client_body", self.timeouts.client_body),
             ("probe.interval", self.probe.interval),
@@ -252,6 +257,13 @@ impl Config {
         if self.limits.body_bytes == 0 {
             wrong("limits.body_bytes", "must not be zero".into(), "the default is 67108864");
         }
+        if self.limits.held_bytes < self.limits.body_bytes.max(self.limits.answer_bytes) {
+            let least = "is less than one body or answer may have".into();
+            wrong("limits.held_bytes", least, "at least limits.body_bytes and limits.answer_bytes");
+        }
+        if self.stream.keep_alive > LONGEST {
+            wrong("stream.keep_alive", "is longer than a week".into(), "\"10s\", or \"0s\" for none");
+        }
         if self.shutdown.settle > self.shutdown.limit {
             wrong(
                 "shutdown.settle",
@@ -281,6 +293,9 @@ impl Config {
                         }
                         PeerSpecError::Token => "set token, or authorization = \"forward\"",
                         PeerSpecError::SideChannel => "the port is 5600 unless the engine says otherwise",
+                        PeerSpecError::Ranks => {
+                            "dp_size with dp_split = true stands for all ranks of the url"
+                        }
                         PeerSpecError::SideChannelAddress => "such as \"10.0.0.5:5600\"",
                         PeerSpecError::Size => "leave out what is not known",
                         PeerSpecError::Lease => "the engine's own setting, 30s unless it was changed",
@@ -288,7 +303,7 @@ impl Config {
                     };
                     wrong(&key, error.to_string(), hint);
                 }
-                if !seen.insert(peer.url.trim_end_matches('/')) {
+                if !seen.insert((peer.url.trim_end_matches('/'), peer.dp_rank)) {
                     wrong(&key, format!("{} stands twice in the list", peer.url), "remove one of them");
                 }
             }

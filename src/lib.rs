@@ -21,6 +21,9 @@ use tokio_util::task::TaskTracker;
 use config::{Config, ConfigFaults};
 pub use fleet::EmbeddedEngine;
 
+/// How long before the end of the budget what still runs is told to end.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
 /// Why the program cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
@@ -103,11 +106,12 @@ impl App {
                 body_bytes: config.limits.body_bytes,
                 payload_bytes: config.limits.payload_bytes,
                 body_silence: config.timeouts.client_body,
+                keep_alive: config.stream.keep_alive,
             },
         };
-        let server = server::serve(listener, kvbaton_routes::app(state), &tasks);
-        for spec in config.prefill.iter().chain(&config.decode) {
-            proxy.add_peer(spec.clone())?;
+        let server = server::serve(listener, kvbaton_routes::app(state), config.stream.half_close, &tasks);
+        for spec in config.prefill.iter().chain(&config.decode).flat_map(PeerSpec::ranks) {
+            proxy.add_peer(spec)?;
         }
         let engines = if config.embeds_fleet() { fleet::start(&config, addr).await? } else { Vec::new() };
         for engine in &engines {
@@ -170,7 +174,19 @@ impl Running {
         let deadline = tokio::time::Instant::now() + config.shutdown.limit;
         proxy.drain();
         tokio::time::sleep(config.shutdown.settle).await;
-        let finished = tokio::time::timeout_at(deadline, server.finish()).await.is_ok();
+        let finished = {
+            let finish = server.finish();
+            tokio::pin!(finish);
+            // What would be cut off is told so, and has its blocks freed.
+            let last_words = deadline - LAST_WORDS.min(config.shutdown.limit / 4);
+            match tokio::time::timeout_at(last_words, finish.as_mut()).await {
+                Ok(()) => true,
+                Err(_late) => {
+                    proxy.cut();
+                    tokio::time::timeout_at(deadline, finish).await.is_ok()
+                }
+            }
+        };
         stop.cancel();
         // The last handle to the core: with it go the kept connections, whose tasks are waited for.
         drop(proxy);

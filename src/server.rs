@@ -51,16 +51,19 @@ impl Server {
 
 /// Serves `app` on `listener` until [`Server::finish`]. HTTP/1 only: that is what OpenAI's clients and
 /// reverse proxies speak, and it lets a silent connection be told from a slow one.
-pub(crate) fn serve(listener: TcpListener, app: Router, tasks: &TaskTracker) -> Server {
+///
+/// With `half_close`, a client that has closed its sending side still gets its answer.
+pub(crate) fn serve(listener: TcpListener, app: Router, half_close: bool, tasks: &TaskTracker) -> Server {
     let (accepting, stopping) = watch::channel(true);
     let connections = TaskTracker::new();
-    let done = tasks.spawn(accept(listener, app, connections.clone(), stopping));
+    let done = tasks.spawn(accept(listener, app, half_close, connections.clone(), stopping));
     Server { accepting, done, connections }
 }
 
 async fn accept(
     listener: TcpListener,
     app: Router,
+    half_close: bool,
     connections: TaskTracker,
     mut stopping: watch::Receiver<bool>,
 ) {
@@ -71,7 +74,7 @@ async fn accept(
         };
         match accepted {
             Ok((stream, client)) => {
-                connections.spawn(connection(stream, client, app.clone(), stopping.clone()));
+                connections.spawn(connection(stream, client, app.clone(), half_close, stopping.clone()));
             }
             Err(error) if is_of_one_connection(&error) => {}
             Err(error) => {
@@ -83,7 +86,13 @@ async fn accept(
 }
 
 /// Serves one connection until it ends; when the program leaves, until it has answered.
-async fn connection(stream: TcpStream, client: SocketAddr, app: Router, mut stopping: watch::Receiver<bool>) {
+async fn connection(
+    stream: TcpStream,
+    client: SocketAddr,
+    app: Router,
+    half_close: bool,
+    mut stopping: watch::Receiver<bool>,
+) {
     // Without it a token waits for the client's delayed acknowledgement of the one before.
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "no TCP_NODELAY");
@@ -91,7 +100,7 @@ async fn connection(stream: TcpStream, client: SocketAddr, app: Router, mut stop
     let asked = Arc::new(AtomicBool::new(false));
     let service = service(&app, client, Arc::clone(&asked));
     let mut builder = http1::Builder::new();
-    builder.timer(TokioTimer::new()).header_read_timeout(HEAD_DEADLINE);
+    builder.timer(TokioTimer::new()).header_read_timeout(HEAD_DEADLINE).half_close(half_close);
     let serving = builder.serve_connection(TokioIo::new(stream), TowerToHyperService::new(service));
     tokio::pin!(serving);
     let ended = tokio::select! {

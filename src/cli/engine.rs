@@ -28,6 +28,10 @@ pub(super) struct EngineArgs {
     /// Base URL of the router whose registry carries the handshake.
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
     registry: Url,
+    /// Address of a ZMQ side channel; the engine is then as an unmodified vLLM engine, which knows no
+    /// registry.
+    #[arg(long, value_name = "ADDR")]
+    side_channel: Option<SocketAddr>,
     /// The router's operator token, if it has one.
     #[arg(long, value_name = "TOKEN", env = "ENGINE_REGISTRY_TOKEN", hide_env_values = true)]
     registry_token: Option<String>,
@@ -97,6 +101,9 @@ async fn serve(args: EngineArgs) -> anyhow::Result<ExitCode> {
     let engine =
         if over_nixl { engine.context("--transport nixl with this --nixl-library")? } else { engine? };
     say(&format!("simulated engine {} on {}\n", engine.engine_id(), engine.url()))?;
+    if let Some(side_channel) = engine.side_channel_addr() {
+        say(&format!("side channel on {side_channel}\n"))?;
+    }
     let signal = signals.next().await;
     tracing::info!(signal, "leaving");
     engine.shutdown().await;
@@ -120,7 +127,8 @@ impl From<EngineArgs> for EngineConfig {
                 EngineTransport::Loopback => KvTransport::Loopback,
                 EngineTransport::Nixl => KvTransport::Nixl { library: args.nixl_library },
             },
-            registry: Some(args.registry),
+            registry: args.side_channel.is_none().then_some(args.registry),
+            side_channel: args.side_channel,
             registry_token: args.registry_token,
             model: args.model,
             engine_id: args.engine_id,

@@ -25,7 +25,7 @@ enum Command {
     /// Run the router (the default). Without engines it starts a simulated fleet of its own.
     Serve(ServeArgs),
     /// Run one simulated engine.
-    Engine(engine::EngineArgs),
+    Engine(Box<engine::EngineArgs>),
 }
 
 #[derive(Debug, Args)]
@@ -75,7 +75,7 @@ pub fn run(cli: Cli) -> ExitCode {
     let result = match cli.command {
         None => serve::run(cli.serve.into()),
         Some(Command::Serve(args)) => serve::run(args.into()),
-        Some(Command::Engine(args)) => engine::run(args),
+        Some(Command::Engine(args)) => engine::run(*args),
     };
     match result {
         Ok(code) => code,

@@ -88,6 +88,8 @@ fn schema() -> Table {
     (peer.tp_size, peer.pp_size, peer.dp_size) = (Some(1), Some(1), Some(1));
     peer.front = Some(true);
     peer.lease = Some(std::time::Duration::from_secs(1));
+    (peer.dp_rank, peer.dp_split) = (Some(0), true);
+    peer.hand_offs = Some(vec![kvbaton_proxy::Endpoint::Completions]);
     let mut sample = Config { prefill: vec![peer.clone()], decode: vec![peer], ..Config::default() };
     sample.admin.token = Some("token".into());
     sample.store.user = Some("user".into());
@@ -96,6 +98,7 @@ fn schema() -> Table {
         *file = Some("file.pem".into());
     }
     sample.side_channel.front.advertise = Some("host".into());
+    sample.hand_off.registry_address = "host:1".parse().ok();
     let mut table = Table::try_from(sample).unwrap_or_default();
     for list in ["prefill", "decode"] {
         if let Some(Value::Array(peers)) = table.get_mut(list) {

@@ -255,7 +255,8 @@ async fn other_endpoints_pass_to_a_decode_engine_as_they_are() {
     let decode = FakeEngine::start(vec![Step::Send(answer)]).await;
     let cluster = Cluster::builder().decode(0).peer(Role::Decode, &decode.url()).start().await;
     let body = "{ \"input\" :[1.50] , \"model\":\"sim\"}";
-    for path in ["/v1/embeddings", "/tokenize?a=b%20c&d", "/v1/responses", "/rerank", "/v1/messages"] {
+    for path in ["/v1/embeddings", "/tokenize?a=b%20c&d", "/v1/score", "/rerank", "/v1/messages/count_tokens"]
+    {
         let answer = cluster.post_bytes(path, body, &[("x-request-id", "pass-1")]).await;
         assert_eq!((answer.status, answer.text().as_str()), (207, "\u{0}raw"), "{path}");
         assert_eq!(

@@ -28,9 +28,11 @@ mod registry;
 mod registry_v1;
 mod restart;
 mod retry;
+mod right_answers;
 mod side_channel;
 #[cfg(feature = "etcd")]
 mod store;
 mod stream;
+mod stream_bounds;
 mod stream_faults;
 mod support;

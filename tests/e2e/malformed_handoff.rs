@@ -311,3 +311,17 @@ async fn the_side_channels_address_of_the_settings_replaces_the_reported_one() {
     assert_eq!((&params["remote_host"], &params["remote_port"]), (&json!("kv.example"), &json!(5601)));
     cluster.finish().await;
 }
+
+#[tokio::test]
+async fn the_registrys_address_replaces_every_other() {
+    let set = |config: &mut Config| {
+        config.prefill[0].kv_host = Some("kv.example".to_owned());
+        config.hand_off.registry_address = Some("[fd00::2]:8000".parse().unwrap());
+    };
+    let cluster = Cluster::builder().config(set).start().await;
+    assert_eq!(cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await.status, 200);
+    let params = parse(&generations(cluster.d())[0].body)["kv_transfer_params"].clone();
+    assert_eq!((&params["remote_host"], &params["remote_port"]), (&json!("fd00::2"), &json!(8000)));
+    cluster.wait_no_blocks().await;
+    cluster.finish().await;
+}

@@ -38,10 +38,14 @@ async fn start(config: EngineConfig) -> Engine {
 
 /// A router that looks often, without any engine.
 async fn router(tune: impl Fn(&mut Config) + 'static) -> Cluster {
+    router_that_warns(&[], tune).await
+}
+
+async fn router_that_warns(texts: &[&'static str], tune: impl Fn(&mut Config) + 'static) -> Cluster {
     let often = |config: &mut Config| {
         config.side_channel.interval = std::time::Duration::from_millis(100);
     };
-    Cluster::builder().prefill(0).decode(0).unready().config(often).config(tune).start().await
+    Cluster::builder().prefill(0).decode(0).unready().config(often).config(tune).warns(texts).start().await
 }
 
 fn with_front(config: &mut Config) {
@@ -200,7 +204,7 @@ async fn decode_of_the_older_generation_shakes_hands_at_the_front() {
 
 #[tokio::test]
 async fn a_restarted_prefill_engine_is_noticed_and_keeps_its_front() {
-    let cluster = router(with_front).await;
+    let cluster = router_that_warns(&["not usable by its probes"], with_front).await;
     let (p, d) = (start(unmodified(Generation::V14)).await, start(unmodified(Generation::V14)).await);
     add(&cluster, "prefill", &p, at(&p)).await;
     add(&cluster, "decode", &d, at(&d)).await;
@@ -215,6 +219,8 @@ async fn a_restarted_prefill_engine_is_noticed_and_keeps_its_front() {
     let front = ports().await;
     let (http, side_channel, old) = (p.addr(), p.side_channel_addr(), p.engine_id().to_owned());
     p.shutdown().await;
+    let away = async || cluster.get("/admin/peers").await.text().contains("unreachable");
+    cluster.wait_for("the router sees that it is away", away).await;
     let listener = tokio::net::TcpListener::bind(http).await.unwrap();
     let config = EngineConfig { side_channel, ..unmodified(Generation::V14) };
     let p = engine_sim::spawn(config, listener).await.unwrap();
@@ -231,7 +237,11 @@ async fn a_restarted_prefill_engine_is_noticed_and_keeps_its_front() {
 
 #[tokio::test]
 async fn a_hand_off_of_an_unknown_engine_has_it_read_at_once() {
-    let rarely = |config: &mut Config| config.side_channel.interval = std::time::Duration::from_secs(3600);
+    // Neither a look nor a probe can tell of the restart.
+    let rarely = |config: &mut Config| {
+        config.side_channel.interval = std::time::Duration::from_secs(3600);
+        config.probe.interval = std::time::Duration::from_secs(3600);
+    };
     let cluster = router(rarely).await;
     let (p, d) = (start(unmodified(Generation::V14)).await, start(unmodified(Generation::V14)).await);
     add(&cluster, "prefill", &p, json!({})).await;

@@ -377,7 +377,8 @@ pub(crate) async fn single_text(path: &str, body: &Value) -> String {
 
 /// The generation requests that an engine has seen.
 pub(crate) fn generations(engine: &Engine) -> Vec<SeenRequest> {
-    let is_generation = |seen: &SeenRequest| seen.path == COMPLETIONS || seen.path == CHAT;
+    let paths = [COMPLETIONS, CHAT, "/v1/responses", "/v1/messages"];
+    let is_generation = |seen: &SeenRequest| paths.contains(&seen.path.as_str());
     engine.requests().into_iter().filter(is_generation).collect()
 }
 

@@ -1,31 +1,38 @@
-//! An engine's answer on its way to the client: what kind it is, and the hand-off taken out of it.
+//! An engine's answer on its way to the client: what kind it is, and what of it the client gets.
 
 use bytes::Bytes;
 use http::Response;
 use http::header::{CONTENT_TYPE, HeaderMap};
 use memchr::memmem;
 
-use crate::json;
-use crate::splice::{Spliced, answer_without_hand_off};
+use crate::account::Account;
+use crate::request::Endpoint;
+use crate::splice::{PromptPart, Spliced, client_answer};
 use crate::stream::RelayBody;
 use crate::upstream::response_headers;
 
-/// A whole answer of an engine as the client's.
-pub(crate) fn relay_whole(head: Response<()>, answer: Bytes) -> Response<RelayBody> {
+/// A whole answer of a prefill engine as the client's.
+pub(crate) fn relay_whole(head: Response<()>, answer: Bytes, account: &Account) -> Response<RelayBody> {
     let (mut head, ()) = head.into_parts();
     response_headers(&mut head.headers);
-    let body = without_hand_off(answer).unwrap_or_else(|| Spliced::from(Bytes::new()));
-    Response::from_parts(head, RelayBody::whole(body, None))
+    let body = for_client(answer, Endpoint::Completions, None).unwrap_or_else(|| Spliced::from(Bytes::new()));
+    let status = head.status.as_u16();
+    Response::from_parts(head, RelayBody::whole(body, account.clone(), status))
 }
 
-/// The answer less the hand-off, whatever its media type says; none if it seems to hold one and
-/// cannot be read, so that it cannot be taken out.
-pub(crate) fn without_hand_off(answer: Bytes) -> Option<Spliced> {
-    let marked = memmem::find(&answer, b"kv_transfer_params").is_some();
-    if marked && json::is_object(&answer).is_err() {
-        return None;
+/// The answer as the client gets it, whatever its media type says; none if it seems to hold a hand-off, or
+/// must be completed, and cannot be read.
+pub(crate) fn for_client(answer: Bytes, endpoint: Endpoint, part: Option<&PromptPart>) -> Option<Spliced> {
+    let must_be_read = memmem::find(&answer, b"kv_transfer_params").is_some()
+        || part.is_some_and(|part| part.prompt_logprobs.is_some() || part.echo.is_some());
+    if !must_be_read && part.is_none() {
+        return Some(Spliced::from(answer));
     }
-    Some(answer_without_hand_off(answer))
+    match client_answer(&answer, endpoint, part) {
+        Ok(shown) => Some(shown),
+        Err(_) if must_be_read => None,
+        Err(_) => Some(Spliced::from(answer)),
+    }
 }
 
 /// What is neither text nor JSON passes as it comes.

@@ -5,26 +5,26 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use http::header::HeaderMap;
-use http::uri::PathAndQuery;
 use http::{Method, Response};
 use hyper::body::Incoming;
 use tokio::time::Instant;
 
 use crate::Core;
-use crate::answer::{is_binary, is_type, relay_whole, without_hand_off};
-use crate::error::{Broken, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
+use crate::account::Account;
+use crate::answer::relay_whole;
+use crate::error::{Broken, HandOffRefusal, ProxyError, Stage, UpstreamFailure};
 use crate::handoff;
 use crate::lease::Lease;
 use crate::metrics::Outcome;
 use crate::pool::peer::{InFlight, Peer};
 use crate::prefill::PrefillLeg;
-use crate::request::{ClientRequest, Endpoint, pass_through_body};
+use crate::request::{BypassReason, ClientRequest, Endpoint};
 use crate::request_id::RequestId;
 use crate::retry::{self, PrefillFault, Verdict};
 use crate::settings::{OnMissing, Retry};
 use crate::splice::Spliced;
-use crate::stream::{Guards, RelayBody, Tally};
-use crate::upstream::{Leg, own_headers, request_headers, response_headers, route};
+use crate::stream::{Guards, RelayBody};
+use crate::upstream::{Leg, own_headers, request_headers, route};
 
 /// What a request brings besides its body.
 #[derive(Clone, Debug)]
@@ -33,30 +33,68 @@ pub struct Exchange {
     pub request_id: RequestId,
     /// The client's headers.
     pub headers: HeaderMap,
+    /// Where the end of the request is told.
+    pub account: Account,
+}
+
+/// A request that has been read and can be served.
+#[derive(Debug)]
+pub struct Order {
+    request: ClientRequest,
+}
+
+impl Order {
+    /// The endpoint that it was sent to.
+    #[must_use]
+    pub fn endpoint(&self) -> Endpoint {
+        self.request.endpoint()
+    }
+
+    /// The model that it names, escapes resolved.
+    #[must_use]
+    pub fn model(&self) -> &str {
+        self.request.model()
+    }
+
+    /// Whether the client wants its answer as a stream of events.
+    #[must_use]
+    pub fn wants_stream(&self) -> bool {
+        self.request.wants_stream()
+    }
 }
 
 impl Core {
-    /// Serves one completion. Dropping the future or the body aborts whatever leg is running and
-    /// frees what P holds.
-    pub(crate) async fn complete(
-        self: &Arc<Self>,
+    /// Reads a request for one of the endpoints with two legs.
+    pub(crate) fn read(
+        &self,
         endpoint: Endpoint,
         exchange: &Exchange,
         body: Bytes,
-    ) -> Result<Response<RelayBody>, ProxyError> {
+    ) -> Result<Order, ProxyError> {
         self.retries.deposit();
-        let mut tally = Some(Tally::new(Arc::clone(&self.metrics), endpoint));
-        let served = self.two_legs(endpoint, exchange, body, &mut tally).await;
-        // Nobody has taken the tally: the request ends here.
-        let ended = |outcome| drop(tally.map(|tally| tally.ended(outcome)));
+        let request = ClientRequest::parse(endpoint, body, self.settings.hand_off.client_injected);
+        request.map(|request| Order { request }).map_err(|bad| {
+            exchange.account.failed(Outcome::ClientError);
+            bad.into()
+        })
+    }
+
+    /// Serves one request. Dropping the future or the body aborts whatever leg is running and
+    /// frees what P holds.
+    pub(crate) async fn serve(
+        self: &Arc<Self>,
+        order: &Order,
+        exchange: &Exchange,
+    ) -> Result<Response<RelayBody>, ProxyError> {
+        let served = tokio::select! {
+            served = self.two_legs(&order.request, exchange) => served,
+            () = self.cut.cancelled() => Err(ProxyError::ShuttingDown.into()),
+        };
         match served {
             Ok(response) => Ok(response),
-            Err(Stopped::Refused(response)) => {
-                ended(Outcome::of_status(response.status().as_u16()));
-                Ok(*response)
-            }
+            Err(Stopped::Refused(response)) => Ok(*response),
             Err(Stopped::Error(error)) => {
-                ended(Outcome::of_error(&error));
+                exchange.account.failed(Outcome::of_error(&error));
                 Err(error)
             }
         }
@@ -64,18 +102,14 @@ impl Core {
 
     async fn two_legs(
         self: &Arc<Self>,
-        endpoint: Endpoint,
+        request: &ClientRequest,
         exchange: &Exchange,
-        body: Bytes,
-        tally: &mut Option<Tally>,
     ) -> Result<Response<RelayBody>, Stopped> {
-        let request = ClientRequest::parse(endpoint, body, self.settings.hand_off.client_injected)
-            .map_err(ProxyError::from)?;
         let mut tries = Tries::new(&self.settings.retry);
         // D first: without one, a prefill would only strand blocks.
         self.pool.learn(&self.registry);
-        let mut in_flight = self.choose_decode(&request, &tries)?;
-        let mut lease = self.hand_off(&request, exchange, &in_flight.peer, &mut tries).await?;
+        let mut in_flight = self.choose_decode(request, &tries)?;
+        let mut lease = self.hand_off(request, exchange, &in_flight.peer, &mut tries).await?;
         loop {
             if lease.as_ref().is_some_and(Lease::is_expiring) {
                 lease = None;
@@ -86,7 +120,7 @@ impl Core {
                 self.without_hand_off(HandOffRefusal::EngineGone, &exchange.request_id)?;
             }
             let peer = Arc::clone(&in_flight.peer);
-            let failure = match self.decode(&request, exchange, in_flight, lease).await {
+            let failure = match self.decode(request, exchange, in_flight, lease).await {
                 Err((failure, unseen)) => {
                     lease = unseen;
                     failure
@@ -95,15 +129,15 @@ impl Core {
                     let status = answer.status().as_u16();
                     if retry::after_decode_status(status) == Verdict::Again {
                         tries.decode.push(Arc::clone(&peer));
-                        if let Some(next) = self.another_decode(&request, &mut tries) {
+                        if let Some(next) = self.another_decode(request, &mut tries) {
                             engine_answered(&peer, status);
                             drop((answer, guards));
                             in_flight = next;
-                            lease = self.hand_off(&request, exchange, &in_flight.peer, &mut tries).await?;
+                            lease = self.hand_off(request, exchange, &in_flight.peer, &mut tries).await?;
                             continue;
                         }
                     }
-                    match self.relay(answer, guards, endpoint, tally).await {
+                    match self.relay(answer, guards).await {
                         Ok(response) => return Ok(response),
                         Err(failure) => {
                             lease = None;
@@ -112,9 +146,9 @@ impl Core {
                     }
                 }
             };
-            in_flight = self.after_failed_decode(&request, peer, failure, &mut tries).await?;
+            in_flight = self.after_failed_decode(request, peer, failure, &mut tries).await?;
             if lease.is_none() {
-                lease = self.hand_off(&request, exchange, &in_flight.peer, &mut tries).await?;
+                lease = self.hand_off(request, exchange, &in_flight.peer, &mut tries).await?;
             }
         }
     }
@@ -189,15 +223,20 @@ impl Core {
         decode: &Peer,
         tries: &mut Tries,
     ) -> Result<Option<Lease>, Stopped> {
-        if let Some(reason) = request.bypass() {
+        let dialect = (!decode.hands_off_on(request.endpoint())).then_some(BypassReason::Dialect);
+        if let Some(reason) = request.bypass().or(dialect) {
             self.metrics.bypassed(reason.label());
             return Ok(None);
         }
         let choose = |tries: &Tries| {
             self.pool.choose(Stage::Prefill, Some(request.model()), &tries.prefill, |prefill| {
-                self.pool.fits(prefill, decode)
+                prefill.hands_off_on(request.endpoint()) && self.pool.fits(prefill, decode)
             })
         };
+        if self.pool.none_hands_off_on(request.endpoint()) {
+            self.metrics.bypassed(BypassReason::Dialect.label());
+            return Ok(None);
+        }
         let mut failed = None;
         loop {
             let in_flight = match choose(tries) {
@@ -244,7 +283,7 @@ impl Core {
         };
         self.metrics.prefill_took(began.elapsed().as_secs_f64());
         if head.status().is_client_error() {
-            return Ok(Err(Stopped::Refused(Box::new(relay_whole(head, answer)))));
+            return Ok(Err(Stopped::Refused(Box::new(relay_whole(head, answer, &exchange.account)))));
         }
         if !head.status().is_success() {
             let status = head.status().as_u16();
@@ -252,7 +291,7 @@ impl Core {
             return Err(PrefillFault::Status(status));
         }
         let route = route(&head);
-        let accepted = handoff::accept(&answer, &peer, route.same_host, self.tokens_per_block());
+        let accepted = handoff::accept(request, &answer, &peer, route.same_host, self.tokens_per_block());
         // Not even a release may go to an address that is not the peer's.
         let named = accepted.as_ref().map_or_else(|refused| refused.unused.as_deref(), Some);
         if let Some(error) = named.and_then(|named| self.foreign_address(&peer, named, route)) {
@@ -262,8 +301,11 @@ impl Core {
             self.metrics.hand_off_refused(&error);
             return Ok(Err(ProxyError::HandOff(error).into()));
         }
+        let by_way_of = self.settings.hand_off.registry_address.as_ref();
+        let accepted = accepted.and_then(|hand_off| Ok(hand_off.by_way_of(by_way_of)?));
         Ok(match accepted {
             Ok(hand_off) => {
+                self.metrics.decided("disaggregated", "pair");
                 self.side_channel_named(&peer, &hand_off);
                 if peer.saw_engine(&hand_off.engine_id) {
                     self.pool.relearn();
@@ -272,8 +314,8 @@ impl Core {
             }
             Err(refused) => {
                 peer.failed(&format!("hand-off {}", refused.refusal.label()), false);
-                if let Some(unused) = refused.unused {
-                    drop(Lease::open(self, *unused, &peer, request, &exchange.request_id));
+                if let Some(Ok(unused)) = refused.unused.map(|unused| unused.by_way_of(by_way_of)) {
+                    drop(Lease::open(self, unused, &peer, request, &exchange.request_id));
                 }
                 self.without_hand_off(refused.refusal, &exchange.request_id).map(|()| None)
             }
@@ -296,6 +338,9 @@ impl Core {
     /// Counts a missing, defective or expiring hand-off and applies the policy for it.
     fn without_hand_off(&self, refusal: HandOffRefusal, request_id: &RequestId) -> Result<(), Stopped> {
         self.metrics.hand_off_refused(&refusal);
+        if self.settings.hand_off.on_missing == OnMissing::DecodeOnly {
+            self.metrics.decided("decode_only", refusal.reason());
+        }
         let request_id = request_id.as_str();
         match self.settings.hand_off.on_missing {
             OnMissing::Fail => {
@@ -322,12 +367,13 @@ impl Core {
     ) -> Result<(Response<Incoming>, Guards), (UpstreamFailure, Option<Lease>)> {
         let peer = Arc::clone(&in_flight.peer);
         let handed_over = lease.as_ref().and_then(Lease::granted);
+        let part = lease.as_ref().and_then(Lease::part);
         let leg = Leg {
             stage: Stage::Decode,
             peer: &peer,
             method: Method::POST,
             path: request.endpoint().path(),
-            headers: request_headers(&exchange.headers, &exchange.request_id),
+            headers: self.decode_headers(exchange),
             body: request.decode_body(lease.as_ref().and_then(|lease| lease.raw_for(&peer))),
         };
         if let Some(lease) = &mut lease {
@@ -346,93 +392,27 @@ impl Core {
             // Some refusals reach P by themselves and some do not; telling P twice is harmless.
             lease = None;
         }
-        let metrics = Arc::clone(&self.metrics);
-        Ok((
-            answer,
-            Guards {
-                request_id: exchange.request_id.clone(),
-                in_flight,
-                lease,
-                tally: None,
-                metrics,
-                handed_over,
-            },
-        ))
-    }
-
-    /// Turns D's answer into the client's: JSON is held whole, so that it arrives complete or not
-    /// at all and without the hand-off; everything else passes as it comes.
-    async fn relay(
-        self: &Arc<Self>,
-        answer: Response<Incoming>,
-        mut guards: Guards,
-        endpoint: Endpoint,
-        tally: &mut Option<Tally>,
-    ) -> Result<Response<RelayBody>, UpstreamFailure> {
-        let (mut head, body) = answer.into_parts();
-        response_headers(&mut head.headers);
-        let events = is_type(&head.headers, b"text/event-stream").then_some(endpoint);
-        if events.is_some() || is_binary(&head.headers) {
-            guards.tally = tally.take();
-            let body = RelayBody::live(body, guards, events, self.upstream.idle());
-            return Ok(Response::from_parts(head, body));
-        }
-        let limit = self.settings.limits.answer_bytes;
-        let whole = self.upstream.collect(Stage::Decode, body, limit).await?;
-        if let Some(since) = guards.handed_over {
-            self.metrics.hand_over_took(since.elapsed().as_secs_f64());
-        }
-        if head.status.is_success() {
-            guards.was_read();
-        }
-        let tally = tally.take().map(|tally| tally.ended(Outcome::of_status(head.status.as_u16())));
-        let body = without_hand_off(whole)
-            .ok_or_else(|| UpstreamFailure::new(Stage::Decode, Broken::Protocol, Progress::Answering))?;
-        Ok(Response::from_parts(head, RelayBody::whole(body, tally)))
-    }
-
-    /// Forwards a request that has no prefill leg to a decode engine as it is.
-    pub(crate) async fn pass_through(
-        self: &Arc<Self>,
-        method: Method,
-        path_and_query: &PathAndQuery,
-        exchange: &Exchange,
-        body: Bytes,
-    ) -> Result<Response<RelayBody>, ProxyError> {
-        let body = pass_through_body(body, self.settings.hand_off.client_injected)?;
-        let in_flight = self.pool.choose(Stage::Decode, None, &[], |_| true)?;
-        let peer = Arc::clone(&in_flight.peer);
-        let leg = Leg {
-            stage: Stage::Decode,
-            peer: &peer,
-            method,
-            path: path_and_query.as_str(),
-            headers: request_headers(&exchange.headers, &exchange.request_id),
-            body,
-        };
-        let answer = self
-            .upstream
-            .send(leg, self.settings.timeouts.decode_head)
-            .await
-            .map_err(|failure| self.engine_failed(&peer, failure))?;
-        let metrics = Arc::clone(&self.metrics);
+        let status = answer.status().as_u16();
         let guards = Guards {
             request_id: exchange.request_id.clone(),
+            endpoint: request.endpoint(),
             in_flight,
-            lease: None,
-            tally: None,
-            metrics,
-            handed_over: None,
+            lease,
+            part,
+            account: exchange.account.clone(),
+            status,
+            metrics: Arc::clone(&self.metrics),
+            handed_over,
         };
-        self.relay(answer, guards, Endpoint::Completions, &mut None)
-            .await
-            .map_err(|failure| self.engine_failed(&peer, failure))
+        Ok((answer, guards))
     }
 
-    fn engine_failed(&self, peer: &Peer, failure: UpstreamFailure) -> ProxyError {
+    pub(crate) fn engine_failed(&self, peer: &Peer, failure: UpstreamFailure) -> ProxyError {
         self.metrics.upstream_failed(failure);
         let (stage, kind) = (failure.stage.label(), failure.broken.label());
-        peer.failed(kind, failure.broken == Broken::Connect);
+        if failure.broken.blames_the_engine() {
+            peer.failed(kind, failure.broken == Broken::Connect);
+        }
         tracing::warn!(peer = %peer.id, url = %peer.spec.url, stage, kind, "an engine failed");
         ProxyError::Upstream(failure)
     }

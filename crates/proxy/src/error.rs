@@ -32,6 +32,8 @@ pub enum Fault {
     Engine(Stage),
     /// The fleet has nobody who could serve the request now.
     Fleet(Stage),
+    /// The router itself cannot go on with it.
+    Router,
 }
 
 /// How far an exchange with an engine got before it failed.
@@ -52,12 +54,18 @@ pub enum Broken {
     Connect,
     /// The connection ended early.
     Reset,
-    /// No answer, or no more of it, in time.
+    /// No answer in time.
     Timeout,
+    /// The answer had begun, and no more of it came in time.
+    Idle,
+    /// The whole answer took too long.
+    Total,
     /// The answer was not HTTP.
     Protocol,
-    /// The answer exceeded what the router holds.
+    /// The answer exceeded what the router holds of one.
     TooLarge,
+    /// All requests together exceeded what the router holds.
+    NoRoom,
 }
 
 impl Broken {
@@ -68,9 +76,17 @@ impl Broken {
             Self::Connect => "connect",
             Self::Reset => "reset",
             Self::Timeout => "timeout",
+            Self::Idle => "idle",
+            Self::Total => "total",
             Self::Protocol => "protocol",
             Self::TooLarge => "too_large",
+            Self::NoRoom => "no_room",
         }
+    }
+
+    /// Whether the engine is at fault, and not the router's own bounds.
+    pub(crate) const fn blames_the_engine(self) -> bool {
+        !matches!(self, Self::NoRoom | Self::Total)
     }
 }
 
@@ -128,6 +144,9 @@ pub enum HandOffRefusal {
         /// Blocks that its tokens fill at the engine's block size.
         needed: u64,
     },
+    /// The answer lacks log-probabilities of the prompt, which the client asked for.
+    #[error("the prefill engine returned no log-probabilities of the prompt")]
+    NoPromptLogprobs,
     /// The engine that made it has been replaced since.
     #[error("the engine that made the hand-off is gone")]
     EngineGone,
@@ -140,6 +159,16 @@ pub enum HandOffRefusal {
 }
 
 impl HandOffRefusal {
+    /// Why the decode engine computes the prompt then, as it stands in metrics.
+    #[must_use]
+    pub const fn reason(&self) -> &'static str {
+        match self {
+            Self::Missing => "hand_off_missing",
+            Self::Expiring => "hand_off_expiring",
+            _ => "hand_off_refused",
+        }
+    }
+
     /// The name used in metrics.
     #[must_use]
     pub const fn label(&self) -> &'static str {
@@ -150,6 +179,7 @@ impl HandOffRefusal {
             | Self::TokenCount(_)
             | Self::Coverage { .. }
             | Self::TooFewBlocks { .. }
+            | Self::NoPromptLogprobs
             | Self::EngineGone
             | Self::ForeignAddress => "refused",
             Self::Expiring => "expired",
@@ -178,6 +208,9 @@ pub enum ProxyError {
     /// No usable hand-off, and the settings say to fail.
     #[error(transparent)]
     HandOff(HandOffRefusal),
+    /// The router leaves, and has no time left for the request.
+    #[error("the router is shutting down")]
+    ShuttingDown,
 }
 
 impl ProxyError {
@@ -188,7 +221,8 @@ impl ProxyError {
             Self::BadRequest(_) => Fault::Client,
             Self::NoPeer(stage) => Fault::Fleet(*stage),
             Self::NoCompatiblePair => Fault::Fleet(Stage::Prefill),
-            Self::Upstream(failure) => Fault::Engine(failure.stage),
+            Self::Upstream(failure) if failure.broken.blames_the_engine() => Fault::Engine(failure.stage),
+            Self::Upstream(_) | Self::ShuttingDown => Fault::Router,
             Self::PrefillFailed(_) | Self::HandOff(_) => Fault::Engine(Stage::Prefill),
         }
     }

@@ -7,8 +7,9 @@ use kv_connector::protocol::params::{Generation, TransferMode};
 
 use crate::error::HandOffRefusal;
 use crate::pool::peer::Peer;
+use crate::request::ClientRequest;
 use crate::side_channel::channels::{ChannelAddress, NamedChannel};
-use crate::splice::{PrefillAnswer, rewrite_address};
+use crate::splice::{PrefillAnswer, PromptPart, rewrite_address};
 
 /// Longest engine or request id, in bytes; both are kept, and shown to operators.
 const MAX_ID: usize = 1024;
@@ -27,6 +28,8 @@ pub(crate) struct HandedOff {
     pub(crate) channel: NamedChannel,
     /// Whether a decode engine may read the blocks at all; what does not fit the prompt may kill it.
     pub(crate) sound: bool,
+    /// What the client is to get of the prefill engine's answer.
+    pub(crate) part: PromptPart,
 }
 
 /// A hand-off that must not be used.
@@ -50,6 +53,7 @@ impl From<HandOffRefusal> for Refused {
 ///
 /// `tokens_per_block` answers for an engine id, where it is known and to be checked.
 pub(crate) fn accept(
+    request: &ClientRequest,
     answer: &Bytes,
     prefill: &Peer,
     same_host: bool,
@@ -94,11 +98,18 @@ pub(crate) fn accept(
         },
         raw: rewritten,
         sound: true,
+        part: PromptPart::default(),
     };
     let longest = hand_off.remote_block_ids.groups().iter().map(Vec::len).max().unwrap_or(0) as u64;
     let per_block = tokens_per_block(&handed_off.engine_id);
     match misfit(&answer, covered).or_else(|| shortfall(&answer, covered, longest, per_block)) {
-        None => Ok(handed_off),
+        None => match PromptPart::take(&answer, request.wanted_of_prefill(), request.prompt().as_ref()) {
+            Some(part) => Ok(HandedOff { part, ..handed_off }),
+            None => {
+                let refusal = HandOffRefusal::NoPromptLogprobs;
+                Err(Refused { refusal, unused: Some(Box::new(handed_off)) })
+            }
+        },
         Some(refusal) => {
             Err(Refused { refusal, unused: Some(Box::new(HandedOff { sound: false, ..handed_off })) })
         }
@@ -150,6 +161,18 @@ pub(crate) fn is_private_to_its_host(host: &str) -> bool {
 mod tests {
     use super::*;
     use crate::pool::peer::{PeerSpec, Role};
+    use crate::request::{Endpoint, InjectedHandOff};
+
+    fn accept(
+        answer: &Bytes,
+        prefill: &Peer,
+        same_host: bool,
+        tokens_per_block: impl FnOnce(&str) -> Option<u64>,
+    ) -> Result<HandedOff, Refused> {
+        let body = Bytes::from_static(br#"{"model":"m","prompt":"p"}"#);
+        let request = ClientRequest::parse(Endpoint::Completions, body, InjectedHandOff::Refuse).unwrap();
+        super::accept(&request, answer, prefill, same_host, tokens_per_block)
+    }
 
     fn prefill(spec: impl FnOnce(&mut PeerSpec)) -> Peer {
         let mut description = PeerSpec::new(Role::Prefill, "http://10.0.0.7:8100");

@@ -151,6 +151,39 @@ pub fn is_object(body: &[u8]) -> Result<(), JsonFault> {
     members(body)?.try_for_each(|member| member.map(|_| ()))
 }
 
+/// Where the elements of an array are, in order; `raw` is a checked array.
+///
+/// # Errors
+/// The first fault inside it.
+pub(crate) fn elements(raw: &str) -> Result<Vec<Range<usize>>, JsonFault> {
+    let bytes = raw.as_bytes();
+    let (mut depth, mut next, mut found) = (0_usize, 0_usize, Vec::new());
+    walk(raw, 0, |event| {
+        let end = match event {
+            Event::Open { .. } => {
+                depth += 1;
+                if depth == 1 {
+                    next = 1;
+                }
+                return;
+            }
+            Event::Key { .. } => return,
+            Event::Scalar { span, .. } => span.end,
+            Event::Close { end } => {
+                depth -= 1;
+                end
+            }
+        };
+        if depth == 1 {
+            let between = |byte: &u8| byte.is_ascii_whitespace() || *byte == b',';
+            let start = next + bytes[next..].iter().take_while(|byte| between(byte)).count();
+            found.push(start..end);
+            next = end;
+        }
+    })?;
+    Ok(found)
+}
+
 /// Checks that `body` is UTF-8 and walks the members of the object in it.
 ///
 /// # Errors

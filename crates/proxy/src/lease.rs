@@ -19,7 +19,7 @@ use crate::pool::peer::Peer;
 use crate::registry::EngineRecord;
 use crate::request::{ClientRequest, Endpoint};
 use crate::request_id::RequestId;
-use crate::splice::Spliced;
+use crate::splice::{PromptPart, Spliced};
 use crate::upstream::{Leg, own_headers};
 
 /// How many decode engines a release tries.
@@ -97,6 +97,11 @@ impl Lease {
     /// The hand-off's bytes for the decode leg to a peer.
     pub(crate) fn raw_for(&self, decode: &Peer) -> Option<Bytes> {
         self.hold.as_ref().map(|hold| hold.core.hand_off_for(&hold.hand_off, decode))
+    }
+
+    /// What the prefill engine said of the prompt.
+    pub(crate) fn part(&self) -> Option<PromptPart> {
+        self.hold.as_ref().map(|hold| hold.hand_off.part.clone())
     }
 
     /// Since when the prefill engine holds the blocks.

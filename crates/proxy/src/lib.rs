@@ -1,6 +1,7 @@
 //! kvbaton's core: it decides which pair serves a request, moves the bytes of both legs, and
 //! keeps account of every hand-off. Knows HTTP's types but no web framework.
 
+mod account;
 mod address;
 mod answer;
 mod connection;
@@ -8,6 +9,7 @@ mod disagg;
 mod error;
 mod fleet;
 mod handoff;
+mod held;
 pub mod json;
 mod lease;
 mod ledger;
@@ -15,6 +17,8 @@ mod metrics;
 mod pool;
 mod prefill;
 mod registry;
+mod registry_address;
+mod relay;
 pub mod request;
 mod request_id;
 mod retry;
@@ -34,9 +38,11 @@ use http::{Method, Response};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-pub use disagg::Exchange;
+pub use account::Account;
+pub use disagg::{Exchange, Order};
 pub use error::{Broken, Fault, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
 pub use fleet::{DrainEnd, Drained};
+pub use held::{Held, Share};
 pub use kv_connector::fit::EngineTraits;
 pub use kv_connector::protocol::params::{Generation, TransferMode};
 pub use ledger::{HandOffState, HandOffView};
@@ -51,15 +57,17 @@ pub use registry::{
     RankPayload, RankView, Receipt, Registered, Registration, Registry, RegistryChange, RegistryError,
     RegistryLimits, RegistrySnapshot, Watched, Watcher, canonical_base_url,
 };
+pub use registry_address::{NotAnAddress, RegistryAddress};
 pub use request::{BadRequest, Endpoint, InjectedHandOff};
 pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{
-    AddressCheck, HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Timeouts, UnknownPairs,
+    AddressCheck, HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Streaming, Timeouts,
+    UnknownPairs,
 };
 pub use side_channel::channels::{SideChannelState, SideChannelView};
 pub use side_channel::settings::{FrontSettings, NotPorts, PortRange, ReadSideChannels, SideChannelSettings};
 pub use store::{StoreFault, StoreKind, StoreSettings, StoreView};
-pub use stream::{RelayBody, RelayError};
+pub use stream::{EventError, RelayBody, RelayError, error_event};
 
 use ledger::Ledger;
 use metrics::Metrics;
@@ -73,6 +81,7 @@ struct Core {
     settings: Settings,
     pool: Pool,
     upstream: Upstream,
+    held: Held,
     ledger: Ledger,
     registry: Registry,
     store: Store,
@@ -81,6 +90,8 @@ struct Core {
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
     stop: CancellationToken,
+    /// What still runs is to end now.
+    cut: CancellationToken,
     draining: AtomicBool,
 }
 
@@ -96,7 +107,8 @@ impl Proxy {
     #[must_use]
     pub fn start(settings: Settings, tasks: TaskTracker, stop: CancellationToken) -> Self {
         let metrics = Metrics::new();
-        let upstream = Upstream::new(&settings.timeouts, tasks.clone());
+        let held = Held::new(settings.limits.held_bytes);
+        let upstream = Upstream::new(&settings.timeouts, held.clone(), tasks.clone());
         let registry = Registry::new(RegistryLimits {
             payload_bytes: settings.limits.payload_bytes,
             engines: settings.limits.registry_engines,
@@ -110,9 +122,11 @@ impl Proxy {
             pool: Pool::new(settings.pairing.clone()),
             side_channels: SideChannels::default(),
             upstream,
+            held,
             metrics,
             tasks,
             stop,
+            cut: CancellationToken::new(),
             draining: AtomicBool::new(false),
             settings,
         });
@@ -125,17 +139,37 @@ impl Proxy {
         proxy
     }
 
-    /// Serves one completion over both legs. Dropping the future or the body frees everything.
+    /// Opens the account of one request; `endpoint` is its name in metrics and must be one of few.
+    #[must_use]
+    pub fn account(&self, request_id: &RequestId, endpoint: &'static str) -> Account {
+        Account::open(Arc::clone(&self.core.metrics), request_id.clone(), endpoint)
+    }
+
+    /// The room for bodies, of requests being read too.
+    #[must_use]
+    pub fn held(&self) -> &Held {
+        &self.core.held
+    }
+
+    /// Reads a request for an endpoint with two legs.
+    ///
+    /// # Errors
+    /// It cannot be served by any engine.
+    pub fn read(&self, endpoint: Endpoint, exchange: &Exchange, body: Bytes) -> Result<Order, ProxyError> {
+        self.core.read(endpoint, exchange, body)
+    }
+
+    /// Serves a request over both legs. Dropping the future or the body frees everything.
     ///
     /// # Errors
     /// Why no answer could be had; nothing has been sent to the client then.
-    pub async fn complete(
-        &self,
-        endpoint: Endpoint,
-        exchange: Exchange,
-        body: Bytes,
-    ) -> Result<Response<RelayBody>, ProxyError> {
-        self.core.complete(endpoint, &exchange, body).await
+    pub async fn serve(&self, order: Order, exchange: Exchange) -> Result<Response<RelayBody>, ProxyError> {
+        self.core.serve(&order, &exchange).await
+    }
+
+    /// Ends what still runs: streams with an error event, other requests with an error.
+    pub fn cut(&self) {
+        self.core.cut.cancel();
     }
 
     /// Forwards a request without a prefill leg to a decode engine.
@@ -271,6 +305,7 @@ impl Proxy {
     pub fn metrics(&self) -> String {
         self.core.ledger.sweep();
         self.core.metrics.store(&self.core.store.view());
+        self.core.metrics.held_bytes(self.core.held.bytes());
         self.core.count_fleet();
         self.core.metrics.encode()
     }

@@ -12,7 +12,6 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
 use crate::error::{HandOffRefusal, ProxyError, Stage, UpstreamFailure};
-use crate::request::Endpoint;
 use crate::side_channel::channels::SideChannelState;
 use crate::store::StoreView;
 
@@ -26,6 +25,13 @@ const SECONDS: [f64; 16] =
 struct RequestLabels {
     endpoint: &'static str,
     outcome: &'static str,
+    status: u32,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct DecisionLabels {
+    decision: &'static str,
+    reason: &'static str,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -76,6 +82,9 @@ pub(crate) struct Metrics {
     bypass: Family<ReasonLabel, Counter>,
     upstream_failures: Family<FailureLabels, Counter>,
     stream_errors: Counter,
+    streams_cut: Counter,
+    decisions: Family<DecisionLabels, Counter>,
+    held_bytes: Gauge,
     retries: Family<StageLabel, Counter>,
     peers: Family<PeerLabels, Gauge>,
     restarts: Family<StageLabel, Gauge>,
@@ -99,6 +108,9 @@ impl Metrics {
             bypass: Family::default(),
             upstream_failures: Family::default(),
             stream_errors: Counter::default(),
+            streams_cut: Counter::default(),
+            decisions: Family::default(),
+            held_bytes: Gauge::default(),
             retries: Family::default(),
             peers: Family::default(),
             restarts: Family::default(),
@@ -122,7 +134,7 @@ impl Metrics {
             "Restarts of the present peers' engines that the registry saw",
             metrics.restarts.clone(),
         );
-        registry.register("requests", "Requests by endpoint and outcome", metrics.requests.clone());
+        registry.register("requests", "Requests by endpoint, outcome and status; 499 where the client left before its answer was complete", metrics.requests.clone());
         registry.register(
             "handoffs",
             "Hand-offs by what became of them: relayed to a decode engine, missing from the prefill \
@@ -148,6 +160,21 @@ impl Metrics {
             "stream_errors",
             "Streams that an engine broke off after their head",
             metrics.stream_errors.clone(),
+        );
+        registry.register(
+            "streams_cut",
+            "Streams that the router ended because it was shutting down",
+            metrics.streams_cut.clone(),
+        );
+        registry.register(
+            "pd_decisions",
+            "Requests by whether their prompt went to a prefill engine, and why",
+            metrics.decisions.clone(),
+        );
+        registry.register(
+            "held_bytes",
+            "Bytes of requests and answers that the router holds",
+            metrics.held_bytes.clone(),
         );
         registry.register("retries", "Legs that were tried again on another engine", metrics.retries.clone());
         registry.register(
@@ -225,8 +252,8 @@ impl Metrics {
         }
     }
 
-    pub(crate) fn request_ended(&self, endpoint: Endpoint, outcome: Outcome) {
-        let labels = RequestLabels { endpoint: endpoint.label(), outcome: outcome.label() };
+    pub(crate) fn request_ended(&self, endpoint: &'static str, status: u16, outcome: Outcome) {
+        let labels = RequestLabels { endpoint, outcome: outcome.label(), status: u32::from(status) };
         self.requests.get_or_create(&labels).inc();
     }
 
@@ -247,8 +274,19 @@ impl Metrics {
         self.hand_offs_live.set(i64::try_from(count).unwrap_or(i64::MAX));
     }
 
+    /// The decode engine computes the prompt itself.
     pub(crate) fn bypassed(&self, reason: &'static str) {
         self.bypass.get_or_create(&ReasonLabel { reason }).inc();
+        self.decided("decode_only", reason);
+    }
+
+    /// Whose work the prompt is, and why.
+    pub(crate) fn decided(&self, decision: &'static str, reason: &'static str) {
+        self.decisions.get_or_create(&DecisionLabels { decision, reason }).inc();
+    }
+
+    pub(crate) fn held_bytes(&self, bytes: usize) {
+        self.held_bytes.set(i64::try_from(bytes).unwrap_or(i64::MAX));
     }
 
     pub(crate) fn upstream_failed(&self, failure: UpstreamFailure) {
@@ -258,6 +296,10 @@ impl Metrics {
 
     pub(crate) fn stream_broken(&self) {
         self.stream_errors.inc();
+    }
+
+    pub(crate) fn stream_cut(&self) {
+        self.streams_cut.inc();
     }
 
     pub(crate) fn retried(&self, stage: Stage) {
@@ -295,6 +337,7 @@ impl Metrics {
 
 /// How a client's request ended, seen from the router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
 pub(crate) enum Outcome {
     Served,
     /// An engine's 4xx was relayed, or the router refused the body.
@@ -303,6 +346,8 @@ pub(crate) enum Outcome {
     NoPeer,
     /// The client left before its answer was complete.
     Abandoned,
+    /// The router was shutting down, or had no room.
+    Cut,
 }
 
 impl Outcome {
@@ -313,13 +358,28 @@ impl Outcome {
             Self::EngineError => "engine_error",
             Self::NoPeer => "no_peer",
             Self::Abandoned => "abandoned",
+            Self::Cut => "cut",
         }
+    }
+
+    pub(crate) const fn of_code(code: u8) -> Self {
+        const ALL: [Outcome; 6] = [
+            Outcome::Served,
+            Outcome::ClientError,
+            Outcome::EngineError,
+            Outcome::NoPeer,
+            Outcome::Abandoned,
+            Outcome::Cut,
+        ];
+        if (code as usize) < ALL.len() { ALL[code as usize] } else { Self::Abandoned }
     }
 
     pub(crate) const fn of_error(error: &ProxyError) -> Self {
         match error {
             ProxyError::BadRequest(_) => Self::ClientError,
             ProxyError::NoPeer(_) | ProxyError::NoCompatiblePair => Self::NoPeer,
+            ProxyError::ShuttingDown => Self::Cut,
+            ProxyError::Upstream(failure) if !failure.broken.blames_the_engine() => Self::Cut,
             ProxyError::Upstream(_) | ProxyError::PrefillFailed(_) | ProxyError::HandOff(_) => {
                 Self::EngineError
             }

@@ -31,6 +31,7 @@ use tokio::time::Instant;
 
 use crate::error::{ProxyError, Stage};
 use crate::registry::{Registry, canonical_base_url};
+use crate::request::Endpoint;
 use crate::settings::Pairing;
 
 #[derive(Clone, Debug, Default)]
@@ -99,8 +100,7 @@ impl Pool {
             None => numbered(&current, &mut numbers, spec.role),
         };
         // Who came by registration gives way to whoever is named.
-        let is_here =
-            |peer: &Arc<Peer>| peer.spec.role == spec.role && is_same_url(&peer.spec.url, &spec.url);
+        let is_here = |peer: &Arc<Peer>| is_same_place(&peer.spec, &spec);
         let twin = current
             .all()
             .find(|peer| (peer.id == id || is_here(peer)) && !(peer.standing.is_adopted() && is_here(peer)));
@@ -296,6 +296,13 @@ impl Pool {
         self.matrix.load().partners(decode).iter().any(|prefill| prefill.is_open())
     }
 
+    /// Whether no prefill peer that is open takes hand-offs on an endpoint.
+    pub(crate) fn none_hands_off_on(&self, endpoint: Endpoint) -> bool {
+        let snapshot = self.snapshot.load();
+        let mut ready = snapshot.prefill.iter().filter(|peer| peer.is_open()).peekable();
+        ready.peek().is_some() && ready.all(|peer| !peer.hands_off_on(endpoint))
+    }
+
     /// Whether any open pair can hand off.
     pub(crate) fn has_pair(&self) -> bool {
         self.snapshot.load().decode.iter().any(|decode| decode.is_open() && self.has_partner(decode))
@@ -345,6 +352,12 @@ fn numbered(current: &Snapshot, numbers: &mut [usize; 2], role: Role) -> String 
             return id;
         }
     }
+}
+
+/// Whether both mean one engine in one role; an address without a rank means all of its ranks.
+fn is_same_place(one: &PeerSpec, other: &PeerSpec) -> bool {
+    let ranks_differ = one.dp_rank.zip(other.dp_rank).is_some_and(|(one, other)| one != other);
+    one.role == other.role && is_same_url(&one.url, &other.url) && !ranks_differ
 }
 
 fn is_same_url(one: &str, other: &str) -> bool {

@@ -88,10 +88,11 @@ impl Running {
             return;
         }
         let peer = &in_flight.peer;
-        let unread = match handoff::accept(&answer, peer, route(&head).same_host, core.tokens_per_block()) {
-            Ok(hand_off) => Some(hand_off),
-            Err(refused) => refused.unused.map(|unused| *unused),
-        };
+        let unread =
+            match handoff::accept(&request, &answer, peer, route(&head).same_host, core.tokens_per_block()) {
+                Ok(hand_off) => Some(hand_off),
+                Err(refused) => refused.unused.map(|unused| *unused),
+            };
         if let Some(unread) = unread {
             drop(Lease::open(&core, unread, peer, &request, &request_id));
         }

@@ -6,24 +6,33 @@
 mod fields;
 mod injected;
 mod plan;
+mod seen;
+
+use std::ops::Range;
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use self::fields::{Field, asks_several_prompts, is_falsish, is_one, lax_bool};
+use self::fields::Field;
 use self::plan::Plan;
-use crate::json::{JsonFault, JsonFaultKind, Kind, Member, members};
-use crate::splice::Spliced;
+use self::seen::Seen;
+use crate::json::{JsonFault, JsonFaultKind, members};
+use crate::splice::{Span, Spliced};
 
-pub use self::plan::{MAX_EDITS, pass_through_body};
+pub use self::plan::{FromPrefill, MAX_EDITS, pass_through_body};
 
 /// The endpoints whose requests run in two legs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Endpoint {
     /// `/v1/completions`
     Completions,
     /// `/v1/chat/completions`
     ChatCompletions,
+    /// `/v1/responses`
+    Responses,
+    /// `/v1/messages`
+    Messages,
 }
 
 impl Endpoint {
@@ -32,6 +41,8 @@ impl Endpoint {
         match self {
             Self::Completions => "/v1/completions",
             Self::ChatCompletions => "/v1/chat/completions",
+            Self::Responses => "/v1/responses",
+            Self::Messages => "/v1/messages",
         }
     }
 
@@ -40,6 +51,8 @@ impl Endpoint {
         match self {
             Self::Completions => "completions",
             Self::ChatCompletions => "chat_completions",
+            Self::Responses => "responses",
+            Self::Messages => "messages",
         }
     }
 }
@@ -65,8 +78,19 @@ pub enum BypassReason {
     BeamSearch,
     /// More than one prompt.
     SeveralPrompts,
-    /// Log-probabilities of the prompt, which a decode engine cannot give for pulled blocks.
+    /// Log-probabilities of the prompt in a form that cannot be taken from the prefill engine; a decode
+    /// engine cannot give them for pulled blocks.
     PromptLogprobs,
+    /// A prompt that is cut to fit the output, so differently on each leg.
+    Truncation,
+    /// The request continues a response that one engine has stored.
+    StoredResponse,
+    /// The answer is made after the exchange, for a later one.
+    Background,
+    /// Tools that the engine runs itself, generating several times.
+    ServerTools,
+    /// An engine of the pair takes no hand-off on this endpoint.
+    Dialect,
 }
 
 impl BypassReason {
@@ -78,6 +102,11 @@ impl BypassReason {
             Self::BeamSearch => "beam_search",
             Self::SeveralPrompts => "several_prompts",
             Self::PromptLogprobs => "prompt_logprobs",
+            Self::Truncation => "truncation",
+            Self::StoredResponse => "stored_response",
+            Self::Background => "background",
+            Self::ServerTools => "server_tools",
+            Self::Dialect => "dialect",
         }
     }
 }
@@ -156,6 +185,8 @@ pub struct ClientRequest {
     model: Box<str>,
     stream: bool,
     bypass: Option<BypassReason>,
+    from_prefill: FromPrefill,
+    prompt: Option<Span>,
     stripped: bool,
     plan: Plan,
 }
@@ -181,12 +212,15 @@ impl ClientRequest {
             return Err(BadRequest::InjectedHandOff { place });
         }
         let (bypass, stripped) = (seen.bypass(), plan.injected().is_some());
+        let (from_prefill, prompt) = (seen.wanted_of_prefill(), seen.text);
         let model = match seen.model {
+            // There the engines use what they serve.
+            None if endpoint == Endpoint::Responses => Box::default(),
             None => return Err(BadRequest::MissingModel),
             Some(None) => return Err(BadRequest::WrongType { field: "model", expected: "a string" }),
             Some(Some(model)) => model,
         };
-        Ok(Self { model, stream: seen.stream, bypass, stripped, plan, body })
+        Ok(Self { model, stream: seen.stream, bypass, from_prefill, prompt, stripped, plan, body })
     }
 
     /// The endpoint that it was sent to.
@@ -207,6 +241,16 @@ impl ClientRequest {
     /// Why the hand-off cannot be shared, if so.
     pub fn bypass(&self) -> Option<BypassReason> {
         self.bypass
+    }
+
+    /// What the client is to get from the prefill engine's answer, if there is a hand-off.
+    pub fn wanted_of_prefill(&self) -> FromPrefill {
+        self.from_prefill
+    }
+
+    /// The prompt as it stands in the body, quotes included, if it is one text.
+    pub(crate) fn prompt(&self) -> Option<Bytes> {
+        self.prompt.map(|span| self.body.slice(Range::from(span)))
     }
 
     /// Whether a hand-off sent by the client is left out of both legs.
@@ -231,67 +275,12 @@ impl ClientRequest {
     /// `salt`, which must need no JSON escape, keeps what is read out of other requests' prefix cache: the
     /// blocks may already hold something else.
     pub fn release_body(&self, hand_off: Bytes, salt: &str) -> Spliced {
-        self.plan.release_body(&self.body, hand_off, salt)
+        self.plan.release_body(&self.body, hand_off, salt, self.from_prefill)
     }
 
-    /// The body for the decode engine: the client's, with `hand_off` (raw JSON) added if there is one.
+    /// The body for the decode engine: the client's, with `hand_off` (raw JSON) added if there is one, and
+    /// then without what only the prefill engine can answer.
     pub fn decode_body(&self, hand_off: Option<Bytes>) -> Spliced {
-        self.plan.decode_body(&self.body, hand_off)
-    }
-}
-
-/// What the decisions rest on. Of duplicates the last counts, as in the engines' parser, except that one
-/// unshareable occurrence is enough.
-#[derive(Debug, Default)]
-struct Seen {
-    model: Option<Option<Box<str>>>,
-    stream: bool,
-    refused: Option<BypassReason>,
-    prompt: bool,
-    embeds: bool,
-    echo: bool,
-    logprobs: bool,
-}
-
-impl Seen {
-    fn note(&mut self, endpoint: Endpoint, field: Field, member: &Member<'_>) {
-        let given = member.kind() != Kind::Null;
-        let completions = endpoint == Endpoint::Completions;
-        match field {
-            Field::Model => self.model = Some(member.string().map(|model| model.into_owned().into())),
-            Field::Stream => self.stream = lax_bool(member) == Some(true),
-            Field::N if given && !is_one(member) => self.refuse(BypassReason::N),
-            Field::BestOf if given && !is_one(member) => self.refuse(BypassReason::BestOf),
-            Field::UseBeamSearch if !is_falsish(member) => self.refuse(BypassReason::BeamSearch),
-            Field::Prompt if completions && given => {
-                self.prompt = true;
-                if asks_several_prompts(member) {
-                    self.refuse(BypassReason::SeveralPrompts);
-                }
-            }
-            Field::PromptEmbeds if completions && given => {
-                self.embeds = true;
-                if asks_several_prompts(member) {
-                    self.refuse(BypassReason::SeveralPrompts);
-                }
-            }
-            Field::PromptLogprobs if given => self.refuse(BypassReason::PromptLogprobs),
-            // Chat takes prompt log-probabilities from `top_logprobs`, which is never null by default.
-            Field::Echo if !is_falsish(member) && !completions => self.refuse(BypassReason::PromptLogprobs),
-            Field::Echo => self.echo |= !is_falsish(member),
-            Field::Logprobs => self.logprobs |= given,
-            _ => {}
-        }
-    }
-
-    fn refuse(&mut self, reason: BypassReason) {
-        self.refused.get_or_insert(reason);
-    }
-
-    fn bypass(&self) -> Option<BypassReason> {
-        // Embeddings come on top of a prompt, as one prompt more.
-        let several = (self.prompt && self.embeds).then_some(BypassReason::SeveralPrompts);
-        let logprobs = (self.echo && self.logprobs).then_some(BypassReason::PromptLogprobs);
-        self.refused.or(several).or(logprobs)
+        self.plan.decode_body(&self.body, hand_off, self.from_prefill)
     }
 }

@@ -29,7 +29,9 @@ pub(crate) enum PrefillFault {
 /// is to blame for, and what is too large to hold, would only fail again.
 pub(crate) fn after_prefill(fault: PrefillFault) -> Verdict {
     match fault {
-        PrefillFault::Broke(failure) if failure.broken == Broken::TooLarge => Verdict::GiveUp,
+        PrefillFault::Broke(failure) if matches!(failure.broken, Broken::TooLarge | Broken::NoRoom) => {
+            Verdict::GiveUp
+        }
         PrefillFault::Broke(_) | PrefillFault::Status(502..=504) => Verdict::Again,
         PrefillFault::Status(_) => Verdict::GiveUp,
     }
@@ -39,7 +41,10 @@ pub(crate) fn after_prefill(fault: PrefillFault) -> Verdict {
 /// engine may have begun to read is spent.
 pub(crate) fn after_decode(failure: UpstreamFailure) -> Verdict {
     match (failure.broken, failure.progress) {
-        (Broken::TooLarge | Broken::Timeout, Progress::Sent | Progress::Answering) => Verdict::GiveUp,
+        (
+            Broken::TooLarge | Broken::NoRoom | Broken::Timeout | Broken::Idle | Broken::Total,
+            Progress::Sent | Progress::Answering,
+        ) => Verdict::GiveUp,
         (_, Progress::NotSent) => Verdict::AgainWithTheSameHandOff,
         (_, Progress::Sent | Progress::Answering) => Verdict::Again,
     }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::registry_address::RegistryAddress;
 use crate::request::InjectedHandOff;
 use crate::side_channel::settings::SideChannelSettings;
 use crate::store::StoreSettings;
@@ -29,6 +30,21 @@ pub struct Settings {
     pub limits: Limits,
     /// Where what several routers must agree on is kept.
     pub store: StoreSettings,
+    /// How answers are streamed.
+    pub stream: Streaming,
+}
+
+/// How answers are streamed.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Streaming {
+    /// How often a client that asked for a stream gets a comment while it waits for the first event; zero
+    /// for never. The first comment commits the answer to status 200.
+    #[serde(with = "humantime_serde")]
+    pub keep_alive: Duration,
+    /// Whether a client may close its sending side and still get its answer. Such a client cannot be told
+    /// from one that has left, so that abandoned requests then run to their end.
+    pub half_close: bool,
 }
 
 /// Which engines are paired.
@@ -38,6 +54,8 @@ pub struct Pairing {
     /// What becomes of pairs of which too little is known.
     #[serde(alias = "unknown_compat")]
     pub unknown: UnknownPairs,
+    /// Whether a client's own data-parallel rank reaches a decode engine that is configured without one.
+    pub client_dp_rank: bool,
     /// How long a pair is kept apart whose engines have talked when one of them restarts; zero does
     /// not keep them apart.
     #[serde(with = "humantime_serde")]
@@ -48,7 +66,12 @@ pub struct Pairing {
 
 impl Default for Pairing {
     fn default() -> Self {
-        Self { unknown: UnknownPairs::Allow, quarantine_restarted: Duration::ZERO, adopt_registered: true }
+        Self {
+            unknown: UnknownPairs::Allow,
+            quarantine_restarted: Duration::ZERO,
+            adopt_registered: true,
+            client_dp_rank: false,
+        }
     }
 }
 
@@ -98,6 +121,9 @@ pub struct Timeouts {
     /// Longest silence inside an answer that has begun.
     #[serde(with = "humantime_serde")]
     pub idle: Duration,
+    /// Whole answer of a decode leg, from its head to its end.
+    #[serde(with = "humantime_serde")]
+    pub total: Duration,
     /// Whole release dispatch for a hand-off that no decode engine took.
     #[serde(with = "humantime_serde")]
     pub release: Duration,
@@ -117,6 +143,7 @@ impl Default for Timeouts {
             prefill: Duration::from_secs(300),
             decode_head: Duration::from_secs(600),
             idle: Duration::from_secs(300),
+            total: Duration::from_secs(7200),
             release: Duration::from_secs(5),
             client_body: Duration::from_secs(30),
             pool_idle: Duration::from_secs(4),
@@ -174,6 +201,10 @@ pub struct HandOffPolicy {
     pub check_block_count: bool,
     /// Which addresses a hand-off may name.
     pub address_check: AddressCheck,
+    /// Address of the registry that takes the place of the prefill engine's in every hand-off, for
+    /// decode engines that shake hands over HTTP with what their hand-off names. Others would fail.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub registry_address: Option<RegistryAddress>,
 }
 
 /// Which side channel addresses a prefill engine's hand-offs may name.
@@ -201,6 +232,7 @@ impl Default for HandOffPolicy {
             abandon_grace: Duration::from_secs(5),
             check_block_count: true,
             address_check: AddressCheck::Known,
+            registry_address: None,
         }
     }
 }
@@ -223,6 +255,8 @@ pub struct Limits {
     pub body_bytes: usize,
     /// Largest answer that is held whole (prefill answers, non-streamed decode answers), in bytes.
     pub answer_bytes: usize,
+    /// Most bytes of requests and answers that are held at a time, over all requests.
+    pub held_bytes: usize,
     /// Largest handshake payload that the registry takes, in bytes.
     pub payload_bytes: usize,
     /// Most engines that the registry keeps.
@@ -231,6 +265,12 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { body_bytes: 64 << 20, answer_bytes: 64 << 20, payload_bytes: 4 << 20, registry_engines: 4096 }
+        Self {
+            body_bytes: 64 << 20,
+            answer_bytes: 64 << 20,
+            held_bytes: 1 << 30,
+            payload_bytes: 4 << 20,
+            registry_engines: 4096,
+        }
     }
 }

@@ -4,7 +4,9 @@
 //! never copies a long slice.
 
 mod answer;
+mod client;
 mod edits;
+mod prompt;
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -15,7 +17,9 @@ use std::task::{Context, Poll};
 use bytes::{Bytes, BytesMut};
 use http_body::{Body, Frame, SizeHint};
 
-pub use self::answer::{AnswerDefect, PrefillAnswer, answer_without_hand_off, rewrite_address};
+pub use self::answer::{AnswerDefect, PrefillAnswer, rewrite_address};
+pub(crate) use self::client::client_event;
+pub use self::client::{EchoedPrompt, PromptPart, answer_without_hand_off, client_answer};
 pub(crate) use self::edits::{Removals, Span};
 
 /// Slices below this many bytes are copied together: one write is cheaper than a reference each.

@@ -20,6 +20,7 @@ use tokio_util::task::TaskTracker;
 
 use crate::connection::{Counting, Uses};
 use crate::error::{Broken, Progress, Stage, UpstreamFailure};
+use crate::held::Held;
 use crate::pool::peer::Peer;
 use crate::request_id::{RequestId, X_REQUEST_ID};
 use crate::settings::Timeouts;
@@ -37,10 +38,13 @@ const HOP_BY_HOP: [HeaderName; 8] = [
     header::UPGRADE,
 ];
 
+/// Which of the engines behind an address shall serve a request: each leg's own matter.
+pub(crate) const X_DATA_PARALLEL_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
+
 /// Request headers that are made anew for each leg. Compression is not asked of engines, because
 /// their JSON answers are read.
-const REMADE: [HeaderName; 4] =
-    [header::HOST, header::CONTENT_LENGTH, header::EXPECT, header::ACCEPT_ENCODING];
+const REMADE: [HeaderName; 5] =
+    [header::HOST, header::CONTENT_LENGTH, header::EXPECT, header::ACCEPT_ENCODING, X_DATA_PARALLEL_RANK];
 
 /// How soon a kept connection that the engine was closing for idleness fails.
 const STALE_WITHIN: Duration = Duration::from_secs(1);
@@ -50,6 +54,7 @@ const STALE_WITHIN: Duration = Duration::from_secs(1);
 pub(crate) struct Upstream {
     client: Client<Counting, Spliced>,
     idle: Duration,
+    held: Held,
 }
 
 /// One request to one engine.
@@ -84,7 +89,7 @@ where
 }
 
 impl Upstream {
-    pub(crate) fn new(timeouts: &Timeouts, tasks: TaskTracker) -> Self {
+    pub(crate) fn new(timeouts: &Timeouts, held: Held, tasks: TaskTracker) -> Self {
         let mut connector = HttpConnector::new();
         connector.set_nodelay(true);
         connector.set_connect_timeout(Some(timeouts.connect));
@@ -94,7 +99,7 @@ impl Upstream {
             .timer(TokioTimer::new())
             .pool_idle_timeout(timeouts.pool_idle)
             .build(connector);
-        Self { client, idle: timeouts.idle }
+        Self { client, idle: timeouts.idle, held }
     }
 
     /// Sends a request and waits for the response head, at most `head` long. Dropping the future
@@ -115,6 +120,7 @@ impl Upstream {
         *request.uri_mut() = uri;
         *request.headers_mut() = leg.headers;
         leg.peer.authorize(request.headers_mut());
+        leg.peer.place(request.headers_mut());
         let sent = Instant::now();
         match timeout(head, self.client.request(request)).await {
             Ok(Ok(response)) => {
@@ -153,15 +159,19 @@ impl Upstream {
         if announced > limit {
             return Err(failure(Broken::TooLarge));
         }
+        let share = self.held.share();
         let mut first = Bytes::new();
         let mut whole = BytesMut::new();
         loop {
-            let frame = timeout(self.idle, body.frame()).await.map_err(|_| failure(Broken::Timeout))?;
+            let frame = timeout(self.idle, body.frame()).await.map_err(|_| failure(Broken::Idle))?;
             let Some(frame) = frame else { break };
             let frame = frame.map_err(|error| failure(body_broken(&error)))?;
             let Ok(data) = frame.into_data() else { continue };
             if first.len() + whole.len() + data.len() > limit {
                 return Err(failure(Broken::TooLarge));
+            }
+            if !share.grow(data.len()) {
+                return Err(failure(Broken::NoRoom));
             }
             if first.is_empty() && whole.is_empty() {
                 first = data;
@@ -173,7 +183,7 @@ impl Upstream {
             }
             whole.extend_from_slice(&data);
         }
-        Ok(if whole.is_empty() { first } else { whole.freeze() })
+        Ok(share.bind(if whole.is_empty() { first } else { whole.freeze() }))
     }
 
     pub(crate) const fn idle(&self) -> Duration {

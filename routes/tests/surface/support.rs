@@ -37,8 +37,12 @@ impl Surface {
     fn with(access: Access) -> Self {
         let stop = CancellationToken::new();
         let proxy = Proxy::start(Settings::default(), TaskTracker::new(), stop.clone());
-        let limits =
-            Limits { body_bytes: BODY_BYTES, payload_bytes: 16 * 1024, body_silence: Duration::from_secs(5) };
+        let limits = Limits {
+            body_bytes: BODY_BYTES,
+            payload_bytes: 16 * 1024,
+            body_silence: Duration::from_secs(5),
+            keep_alive: Duration::ZERO,
+        };
         let router = app(State { proxy: proxy.clone(), access, limits });
         Self { router, proxy, _stop: stop.drop_guard() }
     }

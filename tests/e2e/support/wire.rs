@@ -49,6 +49,11 @@ impl Wire {
         self.stream.write_all(bytes).await.unwrap();
     }
 
+    /// Says that nothing more will be sent; answers can still be read.
+    pub(crate) async fn close_sending(&mut self) {
+        self.stream.shutdown().await.unwrap();
+    }
+
     async fn more(&mut self) -> bool {
         let read = self.stream.read_buf(&mut self.unread);
         bounded("the router sends", read).await.is_ok_and(|count| count > 0)

@@ -5,7 +5,7 @@
 use serde_json::{Map, Value, json};
 
 use super::request::{Endpoint, GenerationRequest};
-use super::sequence::{Sequence, chat_logprobs, completion_logprobs, prompt_entropies};
+use super::sequence::{Sequence, chat_logprobs, completion_logprobs, prompt_entropies, prompt_logprobs};
 use crate::shared::Shared;
 use crate::tokens;
 
@@ -19,7 +19,7 @@ pub(crate) struct Envelope<'a> {
 }
 
 impl Envelope<'_> {
-    fn v14(&self) -> bool {
+    pub(super) fn v14(&self) -> bool {
         self.shared.config.is_v14()
     }
 
@@ -42,6 +42,11 @@ impl Envelope<'_> {
 
     /// The whole answer of a request that did not stream.
     pub(crate) fn whole(&self, sequences: &[Sequence], params: &Value) -> Value {
+        match self.request.endpoint {
+            Endpoint::Completions | Endpoint::Chat => {}
+            Endpoint::Responses => return self.response(sequences, params),
+            Endpoint::Messages => return self.message_answer(sequences, params),
+        }
         let object = if self.is_chat() { "chat.completion" } else { "text_completion" };
         let mut map = self.head(object);
         let choices: Vec<Value> =
@@ -51,7 +56,7 @@ impl Envelope<'_> {
         map.insert("system_fingerprint".to_owned(), self.shared.fingerprint.clone().into());
         map.insert("usage".to_owned(), self.usage(sequences));
         if self.is_chat() {
-            map.insert("prompt_logprobs".to_owned(), Value::Null);
+            map.insert("prompt_logprobs".to_owned(), self.prompt_logprobs(0));
             map.insert("prompt_token_ids".to_owned(), self.prompt_ids(0));
             if self.v14() {
                 map.insert("prompt_text".to_owned(), Value::Null);
@@ -87,7 +92,7 @@ impl Envelope<'_> {
             "index": index, "text": self.echoed(prompt, &sequence.text),
             "logprobs": self.whole_logprobs(prompt, sequence),
             "finish_reason": reason, "stop_reason": stop_reason, "token_ids": ids,
-            "prompt_logprobs": null, "prompt_token_ids": self.prompt_ids(prompt),
+            "prompt_logprobs": self.prompt_logprobs(prompt), "prompt_token_ids": self.prompt_ids(prompt),
         });
         if self.v14() {
             choice["routed_experts"] = Value::Null;
@@ -138,6 +143,16 @@ impl Envelope<'_> {
         completion_logprobs(&all_tokens, &entropies, top, 0)
     }
 
+    /// The echo's log probabilities show here too, as far as they were asked for.
+    fn prompt_logprobs(&self, prompt: usize) -> Value {
+        if !self.request.reads_prompt_logprobs() {
+            return Value::Null;
+        }
+        let top = self.request.prompt_logprobs.or(self.request.logprobs).unwrap_or(0);
+        let prompt = self.request.prompts.get(prompt).map_or(&[][..], |prompt| &prompt.tokens);
+        prompt_logprobs(prompt, top)
+    }
+
     fn token_ids(&self, ids: &[tokens::Token]) -> Value {
         if self.request.return_token_ids { ids.into() } else { Value::Null }
     }
@@ -146,7 +161,7 @@ impl Envelope<'_> {
         self.request.prompts.get(prompt).map_or(Value::Null, |prompt| self.token_ids(&prompt.tokens))
     }
 
-    fn counts(&self, sequences: &[Sequence]) -> (usize, usize) {
+    pub(super) fn counts(&self, sequences: &[Sequence]) -> (usize, usize) {
         let prompt = self.request.prompts.iter().map(|prompt| prompt.tokens.len()).sum();
         let completion = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
         (prompt, completion)

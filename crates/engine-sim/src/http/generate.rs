@@ -135,8 +135,10 @@ pub(crate) fn leg_of(body: &[u8]) -> Leg {
 
 /// Answers one generation request.
 pub(crate) async fn generate(shared: Arc<Shared>, incoming: Incoming, plan: Plan) -> Response {
+    let endpoint = incoming.endpoint;
     match run(&shared, incoming, plan).await {
         Ok(response) => response,
+        Err(rejection) if endpoint == Endpoint::Messages => rejection.message_response(),
         Err(rejection) => rejection.response(),
     }
 }
@@ -154,7 +156,16 @@ async fn run(shared: &Arc<Shared>, incoming: Incoming, plan: Plan) -> Result<Res
         return Err(Rejection::dead());
     }
     let samplings = request.check(&shared.config.model, shared.config.max_model_len)?;
-    let base_id = incoming.request_id.or_else(|| request.request_id.clone()).unwrap_or_else(|| random_hex(8));
+    // The prompt's tokens are not computed here, so that there is nothing to say of them: engines were seen to
+    // crash on this (vllm#27449), or to leave it out. Nobody may rely on either.
+    let pulls = transfer.leg() == Leg::Decode;
+    let transfer = if pulls && request.reads_prompt_logprobs() { Transfer::Unusable } else { transfer };
+    let base_id = match request.endpoint {
+        // This one does not look at the header.
+        Endpoint::Responses => request.request_id.clone(),
+        _ => incoming.request_id.or_else(|| request.request_id.clone()),
+    };
+    let base_id = base_id.unwrap_or_else(|| random_hex(8));
     let job = submit(shared, request, &samplings, &transfer, &base_id, &plan).await?;
     if job.request.stream {
         cleanup.disarm();
@@ -176,12 +187,12 @@ fn count_leg(shared: &Shared, transfer: &Transfer) {
 }
 
 /// A request that the core has, with all its choices.
-struct Job {
+pub(super) struct Job {
     shared: Arc<Shared>,
-    request: GenerationRequest,
+    pub(super) request: GenerationRequest,
     id: String,
     created: u64,
-    sequences: Vec<Sequence>,
+    pub(super) sequences: Vec<Sequence>,
     outputs: Vec<Option<mpsc::Receiver<Output>>>,
     next: usize,
     _wake: WakeOnDrop,
@@ -203,11 +214,11 @@ async fn submit(
             None
         }
     };
-    let prefix = match request.endpoint {
-        Endpoint::Completions => "cmpl",
-        Endpoint::Chat => "chatcmpl",
+    let id = match request.endpoint {
+        Endpoint::Completions => format!("cmpl-{base_id}"),
+        Endpoint::Chat | Endpoint::Messages => format!("chatcmpl-{base_id}"),
+        Endpoint::Responses => format!("resp_{base_id}"),
     };
-    let id = format!("{prefix}-{base_id}");
     let per_prompt = usize::try_from(request.n).unwrap_or(1).max(1);
     let rules = SequenceRules {
         stop: request.stop.clone(),
@@ -219,7 +230,7 @@ async fn submit(
     for (index, (prompt, sampling)) in request.prompts.iter().zip(samplings).enumerate() {
         let external = match request.endpoint {
             Endpoint::Completions => format!("{id}-{index}"),
-            Endpoint::Chat => id.clone(),
+            _ => id.clone(),
         };
         let internal = internal_id(shared, &external);
         for child in 0..per_prompt {
@@ -258,12 +269,12 @@ pub(crate) fn random_hex(bytes: usize) -> String {
 }
 
 impl Job {
-    fn envelope(&self) -> Envelope<'_> {
+    pub(super) fn envelope(&self) -> Envelope<'_> {
         Envelope { shared: &self.shared, request: &self.request, id: &self.id, created: self.created }
     }
 
     /// The next output of any choice, in turn; `None` when every choice has ended.
-    async fn next_output(&mut self) -> Option<(usize, Output)> {
+    pub(super) async fn next_output(&mut self) -> Option<(usize, Output)> {
         poll_fn(|cx| {
             let count = self.outputs.len();
             let mut open = false;
@@ -287,7 +298,7 @@ impl Job {
     }
 
     /// Takes an output in: the index and the text to show, or what ended everything.
-    fn take(&mut self, index: usize, output: Output) -> Result<String, Rejection> {
+    pub(super) fn take(&mut self, index: usize, output: Output) -> Result<String, Rejection> {
         match output {
             Output::Token(generated) => {
                 let piece = self.sequences[index].push(*generated);
@@ -307,7 +318,7 @@ impl Job {
     }
 
     /// Of several hand-offs only one is answered: prompt 0's, from its last sequence.
-    fn handoff(&self, plan: &Plan) -> Value {
+    pub(super) fn handoff(&self, plan: &Plan) -> Value {
         if let Some(params) = &plan.handoff {
             return params.clone();
         }
@@ -336,20 +347,30 @@ async fn whole(mut job: Job, plan: &Plan) -> Result<Response, Rejection> {
     Ok(json_response(StatusCode::OK, body.to_string()))
 }
 
-struct EventStream {
-    job: Job,
-    plan: Plan,
-    ready: VecDeque<String>,
-    opened: bool,
-    ended: bool,
+pub(super) struct EventStream {
+    pub(super) job: Job,
+    pub(super) plan: Plan,
+    pub(super) ready: VecDeque<String>,
+    pub(super) opened: bool,
+    /// Events of a dialect that numbers them.
+    pub(super) numbered: u64,
+    pub(super) ended: bool,
     shown: usize,
     offsets: Vec<usize>,
 }
 
 fn stream(job: Job, plan: Plan) -> Response {
     let offsets = vec![0; job.sequences.len()];
-    let events =
-        EventStream { job, plan, ready: VecDeque::new(), opened: false, ended: false, shown: 0, offsets };
+    let events = EventStream {
+        job,
+        plan,
+        ready: VecDeque::new(),
+        opened: false,
+        numbered: 0,
+        ended: false,
+        shown: 0,
+        offsets,
+    };
     let body = futures_util::stream::unfold(events, |mut events| async move {
         let event = events.next_event().await?;
         Some((Ok::<Bytes, Infallible>(Bytes::from(event)), events))
@@ -370,7 +391,11 @@ impl EventStream {
             if self.ended {
                 return None;
             }
-            self.advance().await;
+            match self.job.request.endpoint {
+                Endpoint::Completions | Endpoint::Chat => self.advance().await,
+                Endpoint::Responses => self.advance_response().await,
+                Endpoint::Messages => self.advance_message().await,
+            }
         }
         if self.plan.chunk_delay_millis > 0 {
             tokio::time::sleep(Duration::from_millis(self.plan.chunk_delay_millis)).await;
@@ -421,6 +446,10 @@ impl EventStream {
 
     fn end(&mut self) {
         self.ready.push_back("data: [DONE]\n\n".to_owned());
+        self.close();
+    }
+
+    pub(super) fn close(&mut self) {
         self.ended = true;
         self.job.outputs.clear();
         self.job.shared.wake.notify_one();

@@ -3,6 +3,8 @@
 //! Requests are logged and armed faults applied here, once, before any handler runs.
 
 mod answer;
+mod dialects;
+mod events;
 mod fields;
 mod generate;
 mod pages;
@@ -37,6 +39,8 @@ pub(crate) fn app(shared: Arc<Shared>) -> Router {
     Router::new()
         .route("/v1/completions", post(completions))
         .route("/v1/chat/completions", post(chat))
+        .route("/v1/responses", post(responses))
+        .route("/v1/messages", post(messages))
         .route("/v1/models", get(pages::models))
         .route("/v1/embeddings", post(pages::embeddings))
         .route("/tokenize", post(pages::tokenize))
@@ -87,6 +91,14 @@ async fn completions(State(shared): State<Arc<Shared>>, request: Request) -> Res
 
 async fn chat(State(shared): State<Arc<Shared>>, request: Request) -> Response {
     generation(shared, Endpoint::Chat, request).await
+}
+
+async fn responses(State(shared): State<Arc<Shared>>, request: Request) -> Response {
+    generation(shared, Endpoint::Responses, request).await
+}
+
+async fn messages(State(shared): State<Arc<Shared>>, request: Request) -> Response {
+    generation(shared, Endpoint::Messages, request).await
 }
 
 async fn generation(shared: Arc<Shared>, endpoint: Endpoint, request: Request) -> Response {

@@ -135,6 +135,25 @@ impl Rejection {
         )
     }
 
+    /// The HTTP answer on the messages endpoint: what its handler refuses has that dialect's shape, what the
+    /// schema refuses has not.
+    pub(crate) fn message_response(&self) -> Response {
+        if self.kind == "Bad Request" {
+            return self.response();
+        }
+        let error = serde_json::json!({"type": self.kind, "message": self.message});
+        json_response(self.status, serde_json::json!({"type": "error", "error": error}).to_string())
+    }
+
+    pub(crate) fn unknown_response(id: &str) -> Self {
+        Self {
+            status: StatusCode::NOT_FOUND,
+            kind: "invalid_request_error",
+            message: format!("Response with id '{id}' not found."),
+            param: Some("response_id".to_owned()),
+        }
+    }
+
     /// The HTTP answer.
     pub(crate) fn response(&self) -> Response {
         json_response(self.status, self.body())

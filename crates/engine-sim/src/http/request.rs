@@ -4,16 +4,19 @@
 
 use serde_json::{Map, Value};
 
+use super::dialects;
 use super::fields::{Fields, integer_error, not_a_string};
 use super::reject::{Rejection, python_input};
 use crate::core::request::Sampling;
 use crate::tokens::{self, Token};
 
-/// The two generation endpoints.
+/// The generation endpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Endpoint {
     Completions,
     Chat,
+    Responses,
+    Messages,
 }
 
 /// One prompt, tokenised, with the text that `echo` repeats.
@@ -42,6 +45,8 @@ pub(crate) struct GenerationRequest {
     pub(crate) echo: bool,
     /// Alternatives per token; `None` when log probabilities were not asked for.
     pub(crate) logprobs: Option<i64>,
+    /// Alternatives per prompt token.
+    pub(crate) prompt_logprobs: Option<i64>,
     pub(crate) stream: bool,
     pub(crate) include_usage: bool,
     pub(crate) continuous_usage: bool,
@@ -49,6 +54,8 @@ pub(crate) struct GenerationRequest {
     pub(crate) request_id: Option<String>,
     pub(crate) cache_salt: Option<String>,
     pub(crate) kv_transfer_params: Option<Map<String, Value>>,
+    /// Why the handler refuses the request after it has found the model.
+    pub(crate) refusal: Option<Rejection>,
 }
 
 /// Reads the JSON text.
@@ -70,15 +77,21 @@ pub(crate) fn parse(endpoint: Endpoint, body: &[u8]) -> Result<GenerationRequest
         ));
     };
     let fields = Fields { map: &map };
+    match endpoint {
+        Endpoint::Completions | Endpoint::Chat => {}
+        Endpoint::Responses => return dialects::response(&fields),
+        Endpoint::Messages => return dialects::message(&fields),
+    }
     refuse_nulls(&fields, endpoint)?;
     let stream = fields.boolean("stream")?.unwrap_or(false);
     let (include_usage, continuous_usage) = stream_options(&fields, stream)?;
     let prompts = match endpoint {
         Endpoint::Completions => completion_prompts(&fields)?,
-        Endpoint::Chat => vec![chat_prompt(&fields)?],
+        _ => vec![chat_prompt(&fields)?],
     };
     let logprobs = logprobs(&fields, endpoint)?;
     let (max_tokens, max_tokens_name) = output_limit(&fields, endpoint)?;
+    let prompt_logprobs = prompt_logprobs(&fields, stream)?;
     Ok(GenerationRequest {
         endpoint,
         model: fields.text("model")?,
@@ -95,6 +108,7 @@ pub(crate) fn parse(endpoint: Endpoint, body: &[u8]) -> Result<GenerationRequest
         ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
         echo: fields.boolean("echo")?.unwrap_or(false),
         logprobs,
+        prompt_logprobs,
         stream,
         include_usage,
         continuous_usage,
@@ -102,6 +116,7 @@ pub(crate) fn parse(endpoint: Endpoint, body: &[u8]) -> Result<GenerationRequest
         request_id: fields.text("request_id")?,
         cache_salt: fields.text("cache_salt")?,
         kv_transfer_params: fields.object("kv_transfer_params")?.cloned(),
+        refusal: None,
     })
 }
 
@@ -122,6 +137,12 @@ pub(crate) fn parse_tokenize(body: &[u8]) -> Result<Prompt, Rejection> {
 }
 
 impl GenerationRequest {
+    /// Whether log-probabilities of the prompt are wanted, in their own right or for the echo.
+    pub(crate) fn reads_prompt_logprobs(&self) -> bool {
+        self.prompt_logprobs.is_some()
+            || self.endpoint == Endpoint::Completions && self.echo && self.logprobs.is_some()
+    }
+
     /// vLLM's checks inside the handler, in its order; gives one sampling record per prompt.
     ///
     /// # Errors
@@ -129,6 +150,9 @@ impl GenerationRequest {
     pub(crate) fn check(&self, served: &str, max_model_len: usize) -> Result<Vec<Sampling>, Rejection> {
         if let Some(asked) = self.model.as_deref().filter(|asked| !asked.is_empty() && *asked != served) {
             return Err(Rejection::unknown_model(asked, served));
+        }
+        if let Some(refusal) = &self.refusal {
+            return Err(refusal.clone());
         }
         let limit = i64::try_from(max_model_len).unwrap_or(i64::MAX);
         if let Some(asked) = self.max_tokens.filter(|asked| *asked > limit) {
@@ -215,7 +239,7 @@ fn refuse_nulls(fields: &Fields<'_>, endpoint: Endpoint) -> Result<(), Rejection
     let mut booleans = vec!["ignore_eos", "include_stop_str_in_output"];
     match endpoint {
         Endpoint::Completions => integers.push("n"),
-        Endpoint::Chat => booleans.push("echo"),
+        _ => booleans.push("echo"),
     }
     if let Some(name) = integers.into_iter().find(|name| is_null(name)) {
         return Err(integer_error(name, &Value::Null));
@@ -275,6 +299,15 @@ fn output_limit(fields: &Fields<'_>, endpoint: Endpoint) -> Result<(Option<i64>,
     }
 }
 
+fn prompt_logprobs(fields: &Fields<'_>, stream: bool) -> Result<Option<i64>, Rejection> {
+    let wanted = fields.integer("prompt_logprobs")?;
+    if stream && wanted.is_some_and(|count| count != 0) {
+        let message = "`prompt_logprobs` are not available when `stream=True`.";
+        return Err(Rejection::bad_parameter(message, "prompt_logprobs", None));
+    }
+    Ok(wanted)
+}
+
 fn logprobs(fields: &Fields<'_>, endpoint: Endpoint) -> Result<Option<i64>, Rejection> {
     if endpoint == Endpoint::Completions {
         return fields.integer("logprobs");
@@ -291,7 +324,7 @@ fn logprobs(fields: &Fields<'_>, endpoint: Endpoint) -> Result<Option<i64>, Reje
     Ok(wanted.then_some(top))
 }
 
-fn stop_strings(fields: &Fields<'_>) -> Result<Vec<String>, Rejection> {
+pub(super) fn stop_strings(fields: &Fields<'_>) -> Result<Vec<String>, Rejection> {
     match fields.get("stop") {
         None => Ok(Vec::new()),
         Some(Value::String(text)) => Ok(vec![text.clone()]),
@@ -303,7 +336,7 @@ fn stop_strings(fields: &Fields<'_>) -> Result<Vec<String>, Rejection> {
     }
 }
 
-fn token_list(fields: &Fields<'_>, name: &str) -> Result<Vec<Token>, Rejection> {
+pub(super) fn token_list(fields: &Fields<'_>, name: &str) -> Result<Vec<Token>, Rejection> {
     match fields.get(name) {
         None => Ok(Vec::new()),
         Some(Value::Array(items)) => items.iter().map(|item| token_id(name, item)).collect(),

@@ -144,6 +144,23 @@ pub(crate) fn prompt_entropies(prompt: &[Token]) -> Vec<Option<u64>> {
         .collect()
 }
 
+/// Log probabilities of a prompt: none for its first token, then the token's own and its alternatives.
+pub(crate) fn prompt_logprobs(prompt: &[Token], top: i64) -> Value {
+    let entropies = prompt_entropies(prompt);
+    let of_token = |(token, entropy): (&Token, &Option<u64>)| match entropy {
+        None => Value::Null,
+        Some(entropy) => {
+            let ranked = (1..).zip(candidates(*token, *entropy, top));
+            let entry = |(rank, (token, value)): (u32, (Token, f64))| {
+                let said = json!({"logprob": value, "rank": rank, "decoded_token": tokens::piece(token)});
+                (token.to_string(), said)
+            };
+            ranked.map(entry).collect()
+        }
+    };
+    prompt.iter().zip(&entropies).map(of_token).collect()
+}
+
 /// Log probabilities in the completions endpoint's shape.
 pub(crate) fn completion_logprobs(
     tokens: &[Token],

@@ -44,11 +44,13 @@ impl Identity {
     /// Looks a peer up by its base URL, else by the ids that its hand-offs named.
     pub(crate) fn of(peer: &Peer, registry: &ByAddress<'_>) -> Self {
         let at_address = peer.address.as_deref().and_then(|address| registry.engines.get(address));
-        if let Some(engines) = at_address {
-            return Self {
-                engines: engines.iter().map(|engine| Arc::clone(engine)).collect(),
-                at_address: true,
-            };
+        let of_rank = at_address.into_iter().flatten().filter(|engine| {
+            // Of one of several ranks, only its own engine.
+            peer.spec.dp_rank.is_none_or(|rank| engine.dp_rank == rank)
+        });
+        let engines: Vec<_> = of_rank.map(|engine| Arc::clone(engine)).collect();
+        if !engines.is_empty() {
+            return Self { engines, at_address: true };
         }
         let named = peer.observed.read().engine_ids.clone();
         let engines = named.iter().filter_map(|id| registry.registry.engines.get(id)).cloned();

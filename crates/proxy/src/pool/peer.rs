@@ -18,7 +18,9 @@ use super::pairing::Identity;
 use super::standing::{Restarts, Standing};
 use crate::error::Stage;
 use crate::registry::{EngineState, canonical_base_url};
+use crate::request::Endpoint;
 use crate::side_channel::channels::{ChannelAddress, Channels, SideChannelView};
+use crate::upstream::X_DATA_PARALLEL_RANK;
 
 /// Most engine ids that are remembered of one peer: its data-parallel ranks, and some restarts.
 const MAX_ENGINE_IDS: usize = 256;
@@ -28,6 +30,9 @@ const MAX_LEASE: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// Most engines that are remembered as met; far more than a fleet has at a time.
 const MAX_MET: usize = 4096;
+
+/// Most data-parallel ranks of one address.
+const MAX_RANKS: u32 = 1024;
 
 /// What a peer does in the fleet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -104,6 +109,15 @@ pub struct PeerSpec {
     /// How long this prefill engine keeps an unread hand-off, as configured there.
     #[serde(default, with = "humantime_serde::option", skip_serializing_if = "Option::is_none")]
     pub lease: Option<Duration>,
+    /// Which data-parallel rank behind the URL this is; each rank is a peer of its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dp_rank: Option<u32>,
+    /// Each of the `dp_size` ranks behind the URL is a peer of its own; for entries of the settings.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub dp_split: bool,
+    /// The endpoints on which the engine takes hand-offs; by its version when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hand_offs: Option<Vec<Endpoint>>,
     /// What becomes of the client's `Authorization`.
     #[serde(default)]
     pub authorization: Authorization,
@@ -129,9 +143,25 @@ impl PeerSpec {
             dp_size: None,
             front: None,
             lease: None,
+            dp_rank: None,
+            dp_split: false,
+            hand_offs: None,
             authorization: Authorization::Forward,
             token: None,
         }
+    }
+
+    /// The peers that an entry of the settings stands for: one, or one for each rank.
+    #[must_use]
+    pub fn ranks(&self) -> Vec<Self> {
+        let (true, Some(size)) = (self.dp_split, self.dp_size) else { return vec![self.clone()] };
+        let of_rank = |rank: u32| Self {
+            dp_rank: Some(rank),
+            dp_split: false,
+            name: self.name.as_ref().map(|name| format!("{name}-{rank}")),
+            ..self.clone()
+        };
+        (0..size).map(of_rank).collect()
     }
 
     /// Whether a peer can be made of this.
@@ -182,8 +212,11 @@ pub enum PeerSpecError {
     /// `lease` is out of range.
     #[error("lease must be more than 0 and at most 7 days")]
     Lease,
-    /// Another peer has this name or this role and URL.
-    #[error("a peer with the same name or the same role and url exists: {id}")]
+    /// The data-parallel rank is not one of so many, or there is nothing to split.
+    #[error("dp_rank must be below dp_size and below {MAX_RANKS}; dp_split needs dp_size and no dp_rank")]
+    Ranks,
+    /// Another peer has this name or this role, URL and rank.
+    #[error("a peer with the same name or the same role, url and dp_rank exists: {id}")]
     Exists {
         /// The id of the other peer.
         id: String,
@@ -308,6 +341,11 @@ impl Peer {
         if spec.lease.is_some_and(|lease| lease.is_zero() || lease > MAX_LEASE) {
             return Err(PeerSpecError::Lease);
         }
+        let size = spec.dp_size.unwrap_or(MAX_RANKS);
+        let unsplittable = spec.dp_split && (spec.dp_size.is_none() || spec.dp_rank.is_some());
+        if unsplittable || spec.dp_rank.is_some_and(|rank| rank >= size) {
+            return Err(PeerSpecError::Ranks);
+        }
         let prefix = uri.path().trim_end_matches('/').to_owned();
         let observed = Observed { generation: spec.generation, ..Observed::default() };
         let channels = Channels::of(&spec);
@@ -365,6 +403,23 @@ impl Peer {
                     headers.insert(AUTHORIZATION, value.clone());
                 }
             }
+        }
+    }
+
+    /// Names the rank that shall serve the request, if this peer is one of several.
+    pub(crate) fn place(&self, headers: &mut HeaderMap) {
+        if let Some(rank) = self.spec.dp_rank {
+            headers.insert(X_DATA_PARALLEL_RANK, HeaderValue::from(rank));
+        }
+    }
+
+    /// Whether it takes hand-offs on an endpoint. Version 2 and what came before the current generation
+    /// read `kv_transfer_params` in OpenAI's older two dialects only.
+    pub(crate) fn hands_off_on(&self, endpoint: Endpoint) -> bool {
+        match (&self.spec.hand_offs, endpoint) {
+            (Some(endpoints), _) => endpoints.contains(&endpoint),
+            (None, Endpoint::Completions | Endpoint::ChatCompletions) => true,
+            (None, Endpoint::Responses | Endpoint::Messages) => self.generation() == Some(Generation::V14),
         }
     }
 
@@ -460,6 +515,7 @@ impl Peer {
             id: self.id.clone(),
             role: self.spec.role,
             url: self.spec.url.clone(),
+            dp_rank: self.spec.dp_rank,
             state: observed.state,
             generation,
             version: observed.version.clone(),
@@ -502,6 +558,9 @@ pub struct PeerView {
     pub role: Role,
     /// Its base URL.
     pub url: String,
+    /// Its data-parallel rank, if it is one of several behind its URL.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dp_rank: Option<u32>,
     /// Whether it takes requests.
     pub state: PeerState,
     /// Connector generation, once known.

@@ -1,6 +1,6 @@
 //! The request fields that the router knows, and how leniently the engines read their values.
 
-use crate::json::{Kind, Member, Unescape};
+use crate::json::{Kind, Member, Members, Unescape, elements};
 
 /// A field that the router reads or changes; every other one passes through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,6 +15,7 @@ pub(super) enum Field {
     MinCompletionTokens,
     Stop,
     StopTokenIds,
+    StopSequences,
     IgnoreEos,
     HandOff,
     N,
@@ -25,6 +26,13 @@ pub(super) enum Field {
     PromptLogprobs,
     Echo,
     Logprobs,
+    ReturnTokenIds,
+    TruncatePromptTokens,
+    Truncation,
+    Store,
+    Background,
+    PreviousResponseId,
+    Tools,
     /// A container whose contents engines or SDKs merge into the request; the name is the field's.
     Extra(&'static str),
 }
@@ -59,6 +67,7 @@ impl Field {
             b"min_completion_tokens" => Self::MinCompletionTokens,
             b"stop" => Self::Stop,
             b"stop_token_ids" => Self::StopTokenIds,
+            b"stop_sequences" => Self::StopSequences,
             b"ignore_eos" => Self::IgnoreEos,
             b"kv_transfer_params" => Self::HandOff,
             b"n" => Self::N,
@@ -69,6 +78,13 @@ impl Field {
             b"prompt_logprobs" => Self::PromptLogprobs,
             b"echo" => Self::Echo,
             b"logprobs" => Self::Logprobs,
+            b"return_token_ids" => Self::ReturnTokenIds,
+            b"truncate_prompt_tokens" => Self::TruncatePromptTokens,
+            b"truncation" => Self::Truncation,
+            b"store" => Self::Store,
+            b"background" => Self::Background,
+            b"previous_response_id" => Self::PreviousResponseId,
+            b"tools" => Self::Tools,
             b"extra_body" => Self::Extra("extra_body"),
             b"vllm_xargs" => Self::Extra("vllm_xargs"),
             b"extra_args" => Self::Extra("extra_args"),
@@ -115,6 +131,30 @@ pub(super) fn is_one(member: &Member<'_>) -> bool {
         Kind::String => member.string().is_some_and(|text| text.trim() == "1"),
         _ => false,
     }
+}
+
+/// Whether the engines surely read the value as zero.
+pub(super) fn is_zero(member: &Member<'_>) -> bool {
+    member.kind() == Kind::Number && member.raw_value().parse() == Ok(0.0)
+}
+
+/// Whether some tool of a list may be run by the engine itself, which then generates several times.
+pub(super) fn has_server_tools(member: &Member<'_>) -> bool {
+    let raw = member.raw_value();
+    match member.kind() {
+        Kind::Null => false,
+        Kind::Array => match elements(raw) {
+            Ok(tools) => !tools.into_iter().all(|tool| is_client_tool(&raw[tool])),
+            Err(_) => true,
+        },
+        _ => true,
+    }
+}
+
+fn is_client_tool(tool: &str) -> bool {
+    let Ok(members) = Members::open(tool) else { return false };
+    let kinds = members.filter_map(Result::ok).filter(|member| member.key_is("type"));
+    kinds.last().and_then(|kind| kind.string()).is_some_and(|kind| kind == "function" || kind == "custom")
 }
 
 /// Whether a prompt is anything but one text or one list of token ids.

@@ -22,6 +22,29 @@ enum Fill {
     False,
     /// Applied only where EOS must not end the prefill.
     TrueToIgnoreEos,
+    /// Applied only where blocks are read and the prefill engine has answered this.
+    NullPromptLogprobs,
+    FalseEcho,
+}
+
+/// What the client gets from the prefill engine's answer, because a decode engine cannot say it of a prompt
+/// whose blocks it has pulled.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FromPrefill {
+    /// The log-probabilities of the prompt's tokens.
+    pub prompt_logprobs: bool,
+    /// The echoed prompt with its log-probabilities, before what was generated.
+    pub echo: bool,
+}
+
+impl FromPrefill {
+    /// Nothing of it.
+    pub const NOTHING: Self = Self { prompt_logprobs: false, echo: false };
+
+    /// Whether anything is to be taken.
+    pub fn any(self) -> bool {
+        self.prompt_logprobs || self.echo
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,7 +85,7 @@ impl Leg {
         self.check()
     }
 
-    fn applied_to<'a>(&self, body: &'a Bytes, ignore_eos: bool) -> Splicer<'a> {
+    fn applied_to<'a>(&self, body: &'a Bytes, ignore_eos: bool, without: FromPrefill) -> Splicer<'a> {
         let mut splicer = Splicer::new(body);
         for edit in &self.edits {
             let with: &[u8] = match edit.fill {
@@ -70,7 +93,9 @@ impl Leg {
                 Fill::One => b"1",
                 Fill::False => b"false",
                 Fill::TrueToIgnoreEos if ignore_eos => b"true",
-                Fill::TrueToIgnoreEos => continue,
+                Fill::NullPromptLogprobs if without.prompt_logprobs => b"null",
+                Fill::FalseEcho if without.echo => b"false",
+                Fill::TrueToIgnoreEos | Fill::NullPromptLogprobs | Fill::FalseEcho => continue,
             };
             splicer.replace(edit.span.into(), with);
         }
@@ -95,6 +120,8 @@ pub(super) struct Plan {
     end: usize,
     max_tokens: bool,
     max_completion_tokens: bool,
+    max_output_tokens: bool,
+    store: bool,
     ignore_eos: bool,
     injected: Option<&'static str>,
 }
@@ -108,6 +135,8 @@ impl Plan {
             end: 0,
             max_tokens: false,
             max_completion_tokens: false,
+            max_output_tokens: false,
+            store: false,
             ignore_eos: false,
             injected: None,
         }
@@ -126,6 +155,16 @@ impl Plan {
                 return Ok(());
             }
             Some(Field::Extra(place)) => return self.note_extra(place, member),
+            Some(Field::PromptLogprobs) if self.has_prompt_logprobs() => {
+                self.prefill.fill(member, Fill::NullPromptLogprobs);
+                self.decode.fill(member, Fill::NullPromptLogprobs);
+                return self.prefill.check();
+            }
+            Some(Field::Echo) if self.endpoint == Endpoint::Completions => {
+                self.prefill.fill(member, Fill::FalseEcho);
+                self.decode.fill(member, Fill::FalseEcho);
+                return self.prefill.check();
+            }
             _ => self.decode.keep(member),
         }
         match field {
@@ -138,7 +177,15 @@ impl Plan {
                 self.max_completion_tokens = true;
                 self.prefill.fill(member, Fill::One);
             }
-            Some(Field::MaxOutputTokens) => self.prefill.fill(member, Fill::One),
+            Some(Field::MaxOutputTokens) => {
+                self.max_output_tokens = true;
+                self.prefill.fill(member, Fill::One);
+            }
+            // Nobody will ever ask for the prefill engine's one token.
+            Some(Field::Store) if self.endpoint == Endpoint::Responses => {
+                self.store = true;
+                self.prefill.fill(member, Fill::False);
+            }
             Some(Field::IgnoreEos) => {
                 self.ignore_eos = true;
                 self.prefill.fill(member, Fill::TrueToIgnoreEos);
@@ -148,11 +195,16 @@ impl Plan {
                 | Field::MinTokens
                 | Field::MinCompletionTokens
                 | Field::Stop
-                | Field::StopTokenIds,
+                | Field::StopTokenIds
+                | Field::StopSequences,
             ) => self.prefill.remove(member),
             _ => self.prefill.keep(member),
         }
         self.prefill.check()
+    }
+
+    fn has_prompt_logprobs(&self) -> bool {
+        matches!(self.endpoint, Endpoint::Completions | Endpoint::ChatCompletions)
     }
 
     fn note_extra(&mut self, place: &'static str, member: &Member<'_>) -> Result<(), BadRequest> {
@@ -183,7 +235,7 @@ impl Plan {
     }
 
     pub(super) fn prefill_body(&self, body: &Bytes, ignore_eos: bool) -> Spliced {
-        let mut splicer = self.one_token(body, ignore_eos);
+        let mut splicer = self.one_token(body, ignore_eos, FromPrefill::NOTHING);
         splicer.insert_static(self.end, HAND_OFF_KEY);
         splicer.insert_static(self.end, prefill_request_params());
         splicer.finish()
@@ -191,19 +243,26 @@ impl Plan {
 
     /// One token with a hand-off: reads the blocks and frees them. The salt comes last, and of
     /// duplicates the engines' parser takes the last.
-    pub(super) fn release_body(&self, body: &Bytes, hand_off: Bytes, salt: &str) -> Spliced {
-        let mut splicer = self.one_token(body, false);
+    pub(super) fn release_body(
+        &self,
+        body: &Bytes,
+        hand_off: Bytes,
+        salt: &str,
+        without: FromPrefill,
+    ) -> Spliced {
+        let mut splicer = self.one_token(body, false, without);
         splicer.insert_static(self.end, HAND_OFF_KEY);
         splicer.insert(self.end, hand_off);
         splicer.insert(self.end, Bytes::from(format!(r#","cache_salt":"{salt}""#)));
         splicer.finish()
     }
 
-    pub(super) fn decode_body(&self, body: &Bytes, hand_off: Option<Bytes>) -> Spliced {
+    pub(super) fn decode_body(&self, body: &Bytes, hand_off: Option<Bytes>, without: FromPrefill) -> Spliced {
         if self.decode.edits.is_empty() && hand_off.is_none() {
             return Spliced::from(body.clone());
         }
-        let mut splicer = self.decode.applied_to(body, false);
+        let without = if hand_off.is_some() { without } else { FromPrefill::NOTHING };
+        let mut splicer = self.decode.applied_to(body, false, without);
         if let Some(hand_off) = hand_off {
             splicer.insert_static(self.end, HAND_OFF_KEY);
             splicer.insert(self.end, hand_off);
@@ -211,15 +270,22 @@ impl Plan {
         splicer.finish()
     }
 
-    fn one_token<'a>(&self, body: &'a Bytes, ignore_eos: bool) -> Splicer<'a> {
-        let mut splicer = self.prefill.applied_to(body, ignore_eos);
-        let limited = match self.endpoint {
+    fn one_token<'a>(&self, body: &'a Bytes, ignore_eos: bool, without: FromPrefill) -> Splicer<'a> {
+        let mut splicer = self.prefill.applied_to(body, ignore_eos, without);
+        let limit: Option<&'static [u8]> = match self.endpoint {
             // This endpoint's engines know no other spelling.
-            Endpoint::Completions => self.max_tokens,
-            Endpoint::ChatCompletions => self.max_tokens || self.max_completion_tokens,
+            Endpoint::Completions if self.max_tokens => None,
+            Endpoint::ChatCompletions if self.max_tokens || self.max_completion_tokens => None,
+            Endpoint::Completions | Endpoint::ChatCompletions => Some(br#","max_tokens":1"#),
+            Endpoint::Responses => (!self.max_output_tokens).then_some(br#","max_output_tokens":1"#),
+            // The engines demand it: without one they refuse the request.
+            Endpoint::Messages => None,
         };
-        if !limited {
-            splicer.insert_static(self.end, br#","max_tokens":1"#);
+        if let Some(limit) = limit {
+            splicer.insert_static(self.end, limit);
+        }
+        if self.endpoint == Endpoint::Responses && !self.store {
+            splicer.insert_static(self.end, br#","store":false"#);
         }
         if ignore_eos && !self.ignore_eos {
             splicer.insert_static(self.end, br#","ignore_eos":true"#);
@@ -264,7 +330,7 @@ pub fn pass_through_body(body: Bytes, on_injected: InjectedHandOff) -> Result<Sp
     match (injected, on_injected) {
         (None, _) => Ok(Spliced::from(body)),
         (Some(place), InjectedHandOff::Refuse) => Err(BadRequest::InjectedHandOff { place }),
-        (Some(_), InjectedHandOff::Strip) => Ok(leg.applied_to(&body, false).finish()),
+        (Some(_), InjectedHandOff::Strip) => Ok(leg.applied_to(&body, false, FromPrefill::NOTHING).finish()),
     }
 }
 

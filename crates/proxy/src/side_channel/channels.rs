@@ -108,6 +108,8 @@ struct Channel {
     place: u32,
     /// The newest hand-off's engine and what it said.
     named: Option<(String, NamedChannel)>,
+    /// When a hand-off first named that engine here.
+    since: Option<Instant>,
     looking: bool,
     /// `None` at once.
     next: Option<Instant>,
@@ -115,6 +117,7 @@ struct Channel {
     dialect: Option<Generation>,
     engine_id: Option<String>,
     ranks: usize,
+    read: Option<Instant>,
     read_at: Option<u64>,
     problem: Option<PeerFault>,
 }
@@ -163,7 +166,8 @@ impl Channels {
     pub(crate) fn of(spec: &PeerSpec) -> Self {
         let mut known = BTreeMap::new();
         if let Some(first) = spec.side_channel.as_deref().and_then(ChannelAddress::parse) {
-            for place in 0..spec.dp_size.unwrap_or(1) {
+            let ranks = spec.dp_rank.map_or(0..spec.dp_size.unwrap_or(1), |rank| rank..rank + 1);
+            for place in ranks {
                 let Some(port) = u16::try_from(place).ok().and_then(|place| first.port.checked_add(place))
                 else {
                     break;
@@ -182,6 +186,9 @@ impl Channels {
         let Some(channel) = known.get_mut(&address) else { return News::default() };
         if channel.named.as_ref().is_some_and(|(id, before)| id == engine_id && before == named) {
             return News::default();
+        }
+        if channel.named.as_ref().is_none_or(|(before, _)| before != engine_id) {
+            channel.since = Some(Instant::now());
         }
         channel.named = Some((engine_id.to_owned(), named.clone()));
         channel.next = None;
@@ -215,7 +222,13 @@ impl Channels {
     }
 
     /// A look has ended; whether it went otherwise than the one before.
-    pub(crate) fn looked(&self, address: &ChannelAddress, outcome: Outcome, next: Instant) -> bool {
+    pub(crate) fn looked(
+        &self,
+        address: &ChannelAddress,
+        outcome: Outcome,
+        now: Instant,
+        next: Instant,
+    ) -> bool {
         let mut known = self.known.lock();
         let Some(channel) = known.get_mut(address) else { return false };
         channel.looking = false;
@@ -227,8 +240,8 @@ impl Channels {
             Outcome::Read { engine_id, ranks, dialect } => {
                 channel.engine_id = Some(engine_id);
                 (channel.ranks, channel.dialect) = (ranks, Some(dialect));
-                let now = PeerFault::now("");
-                (channel.read_at, channel.problem) = (Some(now.at), None);
+                (channel.read, channel.problem) = (Some(now), None);
+                channel.read_at = Some(PeerFault::now("").at);
             }
             Outcome::RegistersItself => channel.problem = None,
             Outcome::NotAsked { reason } | Outcome::Failed { reason } => {
@@ -236,6 +249,18 @@ impl Channels {
             }
         }
         before != (channel.state, channel.engine_id.clone())
+    }
+
+    /// Forgets a learnt side channel that answers no more while hand-offs have begun to name another
+    /// one since: the engine has moved. The engine that was there.
+    pub(crate) fn forget_if_moved(&self, address: &ChannelAddress) -> Option<String> {
+        let mut known = self.known.lock();
+        let channel = known.get(address).filter(|channel| !channel.configured)?;
+        let read = channel.read?;
+        let moved = known
+            .iter()
+            .any(|(other, channel)| other != address && channel.since.is_some_and(|since| since > read));
+        if moved { known.remove(address)?.engine_id } else { None }
     }
 
     /// Whether another side channel of the peer leads to the same engine.

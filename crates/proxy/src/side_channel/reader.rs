@@ -18,7 +18,7 @@ use kv_connector::side_channel::SideChannelClient;
 use kv_connector::worker::HandshakeFailure;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
-use super::channels::{Due, NamedChannel, Outcome, ranks};
+use super::channels::{Due, NamedChannel, Outcome, SideChannelState, ranks};
 use super::dialect::{Evidence, Unsure, dialect};
 use crate::Core;
 use crate::pool::peer::{Peer, Role};
@@ -103,11 +103,17 @@ async fn look(core: Arc<Core>, peer: Arc<Peer>, due: Due) {
     {
         let _known = core.registry.heartbeat(engine_id, &Heartbeat::default());
     }
-    let (state, next) = (outcome.state(), Instant::now() + core.settings.side_channel.interval);
+    let (state, now) = (outcome.state(), Instant::now());
+    let next = now + core.settings.side_channel.interval;
     core.metrics.side_channel_looked(state);
     let told = format!("{outcome:?}");
-    if peer.channels.looked(&due.address, outcome, next) {
+    if peer.channels.looked(&due.address, outcome, now, next) {
         tracing::info!(peer = %peer.id, side_channel = %due.address, ?state, told, "a side channel was looked at");
+    }
+    if state == SideChannelState::Failed
+        && let Some(moved) = peer.channels.forget_if_moved(&due.address)
+    {
+        core.side_channels.withdraw(&moved, &core.registry);
     }
 }
 
@@ -115,13 +121,16 @@ async fn read(core: &Arc<Core>, peer: &Arc<Peer>, due: &Due) -> Result<Outcome, 
     if core.side_channels.registers_itself(peer, &core.registry) {
         return Ok(Outcome::RegistersItself);
     }
+    let dialect_of = |version: Option<&str>| {
+        let hand_off = due.named.as_ref().map(|(_, named)| named.shape);
+        dialect(Evidence { told: peer.spec.generation, version, hand_off })
+    };
+    let probed = peer.observed.read().version.clone();
+    dialect_of(probed.as_deref())?;
     let mut client = SideChannelClient::connect(&due.address.host, due.address.port).await?;
+    // Asked once more with the connection open: it would not outlive an engine of another version.
     let version = probe::version(peer, &core.upstream).await.map_err(|_| Trouble::Unreachable)?;
-    let dialect = dialect(Evidence {
-        told: peer.spec.generation,
-        version: version.as_deref(),
-        hand_off: due.named.as_ref().map(|(_, named)| named.shape),
-    })?;
+    let dialect = dialect_of(version.as_deref())?;
     let first = ask(core, &mut client, dialect, (0, 0)).await?;
     let metadata = metadata(&first.payload, dialect)?;
     let engine_id = metadata.engine_id().to_owned();
@@ -223,6 +232,10 @@ fn register(
         ranks: Some(ranks.collect()),
     })?;
     core.side_channels.registered(engine_id, receipt.revision);
+    // It may have been taken out of the fleet in the meantime.
+    if !core.pool.get(&peer.id).is_some_and(|now| std::ptr::eq(Arc::as_ptr(&now), peer)) {
+        core.side_channels.withdraw(engine_id, &core.registry);
+    }
     Ok(())
 }
 

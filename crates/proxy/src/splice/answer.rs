@@ -1,9 +1,9 @@
-//! What the router reads from, and takes out of, an engine's JSON answer.
+//! What the router reads from a prefill engine's JSON answer, and the hand-off's address put right.
 
 use bytes::Bytes;
 
-use super::{Removals, Spliced, Splicer};
-use crate::json::{JsonFault, Kind, Member, Members, members, push_string};
+use super::Splicer;
+use crate::json::{JsonFault, Kind, Member, Members, elements, members, push_string};
 
 const HAND_OFF: &str = "kv_transfer_params";
 
@@ -24,8 +24,12 @@ pub struct PrefillAnswer {
     pub completion_tokens: Option<u64>,
     /// `usage.prompt_tokens`
     pub prompt_tokens: Option<u64>,
-    /// `usage.prompt_tokens_details.cached_tokens`
+    /// `usage.prompt_tokens_details.cached_tokens`, by whatever name the dialect has for it.
     pub cached_tokens: Option<u64>,
+    /// Log-probabilities of the prompt, where the answer has them: a list, of the answer or its first choice.
+    pub prompt_logprobs: Option<Bytes>,
+    /// `choices[0].logprobs`, if it is an object.
+    pub logprobs: Option<Bytes>,
 }
 
 impl PrefillAnswer {
@@ -42,9 +46,33 @@ impl PrefillAnswer {
                 answer.hand_off = given.then(|| body.slice(member.value()));
             } else if member.key_is("usage") {
                 answer.read_usage(&member)?;
+            } else if member.key_is("prompt_logprobs") && member.kind() == Kind::Array {
+                answer.prompt_logprobs = Some(body.slice(member.value()));
+            } else if member.key_is("choices") && member.kind() == Kind::Array {
+                answer.read_choice(body, &member)?;
             }
         }
         Ok(answer)
+    }
+
+    fn read_choice(&mut self, body: &Bytes, choices: &Member<'_>) -> Result<(), JsonFault> {
+        let raw = choices.raw_value();
+        let Some(first) =
+            elements(raw)?.into_iter().next().filter(|first| raw[first.clone()].starts_with('{'))
+        else {
+            return Ok(());
+        };
+        let base = choices.value().start + first.start;
+        for member in Members::open(&raw[first])? {
+            let member = member?;
+            let slice = || body.slice(base + member.value().start..base + member.value().end);
+            if member.key_is("prompt_logprobs") && member.kind() == Kind::Array {
+                self.prompt_logprobs = Some(slice());
+            } else if member.key_is("logprobs") && member.kind() == Kind::Object {
+                self.logprobs = Some(slice());
+            }
+        }
+        Ok(())
     }
 
     fn read_usage(&mut self, usage: &Member<'_>) -> Result<(), JsonFault> {
@@ -52,15 +80,26 @@ impl PrefillAnswer {
         if usage.kind() != Kind::Object {
             return Ok(());
         }
+        let (mut read, mut written) = (None, None);
         for member in Members::open(usage.raw_value())? {
             let member = member?;
-            if member.key_is("completion_tokens") {
+            if member.key_is("completion_tokens") || member.key_is("output_tokens") {
                 self.completion_tokens = count(&member);
-            } else if member.key_is("prompt_tokens") {
+            } else if member.key_is("prompt_tokens") || member.key_is("input_tokens") {
                 self.prompt_tokens = count(&member);
-            } else if member.key_is("prompt_tokens_details") {
+            } else if member.key_is("prompt_tokens_details") || member.key_is("input_tokens_details") {
                 self.cached_tokens = cached(&member)?;
+            } else if member.key_is("cache_read_input_tokens") {
+                read = count(&member);
+            } else if member.key_is("cache_creation_input_tokens") {
+                written = count(&member);
             }
+        }
+        // Where these stand beside the input tokens, they are no part of them.
+        if read.is_some() || written.is_some() {
+            self.cached_tokens = read;
+            self.prompt_tokens =
+                self.prompt_tokens.map(|input| input + read.unwrap_or(0) + written.unwrap_or(0));
         }
         Ok(())
     }
@@ -81,38 +120,6 @@ fn cached(details: &Member<'_>) -> Result<Option<u64>, JsonFault> {
 
 fn count(member: &Member<'_>) -> Option<u64> {
     (member.kind() == Kind::Number).then(|| member.raw_value().parse().ok()).flatten()
-}
-
-/// An engine's answer without its top-level `kv_transfer_params`; all other bytes stay.
-///
-/// A body that is not one JSON object comes back unchanged.
-pub fn answer_without_hand_off(body: Bytes) -> Spliced {
-    match cut_hand_off(&body) {
-        Ok(Some(spliced)) => spliced,
-        Ok(None) | Err(_) => Spliced::from(body),
-    }
-}
-
-fn cut_hand_off(body: &Bytes) -> Result<Option<Spliced>, JsonFault> {
-    let mut removals = Removals::default();
-    let mut cuts = Vec::new();
-    for member in members(body)? {
-        let member = member?;
-        if member.key_is(HAND_OFF) {
-            removals.remove(member.span());
-        } else {
-            cuts.extend(removals.keep(member.span()));
-        }
-    }
-    cuts.extend(removals.finish());
-    if cuts.is_empty() {
-        return Ok(None);
-    }
-    let mut splicer = Splicer::new(body);
-    for cut in cuts {
-        splicer.replace(cut.into(), b"");
-    }
-    Ok(Some(splicer.finish()))
 }
 
 /// A raw hand-off with the values of `remote_host` and `remote_port` replaced where one is given.

@@ -4,7 +4,9 @@ use bytes::Bytes;
 use http_body::Body as _;
 use http_body_util::BodyExt as _;
 use kvbaton_proxy::request::Endpoint;
-use kvbaton_proxy::splice::{PrefillAnswer, Spliced, answer_without_hand_off, rewrite_address};
+use kvbaton_proxy::splice::{
+    PrefillAnswer, PromptPart, Spliced, answer_without_hand_off, client_answer, rewrite_address,
+};
 
 use crate::{parse, text};
 
@@ -22,6 +24,7 @@ fn usage_is_read_from_the_top_level_only() {
         completion_tokens: Some(1),
         prompt_tokens: Some(10),
         cached_tokens: Some(4),
+        ..PrefillAnswer::default()
     };
     assert_eq!(answer, expected);
 }
@@ -111,4 +114,89 @@ async fn what_is_left_shrinks_with_each_frame() {
     let nothing = Spliced::from(Bytes::new());
     assert!(nothing.is_end_stream() && nothing.segments().is_empty());
     assert_eq!(nothing.into_bytes(), "");
+}
+
+fn shown(endpoint: Endpoint, part: &PromptPart, answer: &str) -> String {
+    text(client_answer(&Bytes::copy_from_slice(answer.as_bytes()), endpoint, Some(part)).unwrap())
+}
+
+#[test]
+fn item_20_ps_cached_tokens_replace_ds_on_every_dialect() {
+    let part = |cached_tokens| PromptPart { cached_tokens, ..PromptPart::default() };
+    let openai = r#"{"id":"x","usage":{"prompt_tokens":10,"prompt_tokens_details":{"cached_tokens":10,"a":1.0}},"kv_transfer_params":null,"b":2}"#;
+    for endpoint in crate::BOTH {
+        let expected = r#"{"id":"x","usage":{"prompt_tokens":10,"prompt_tokens_details":{"cached_tokens":4,"a":1.0}},"b":2}"#;
+        assert_eq!(shown(endpoint, &part(Some(4)), openai), expected);
+        assert_eq!(shown(endpoint, &part(None), openai), expected.replace(r#""cached_tokens":4,"#, ""));
+    }
+    let response =
+        r#"{"usage":{"input_tokens":10,"input_tokens_details":{"cache_write_tokens":0,"cached_tokens":10}}}"#;
+    let expected = response.replace(r#""cached_tokens":10"#, r#""cached_tokens":4"#);
+    assert_eq!(shown(Endpoint::Responses, &part(Some(4)), response), expected);
+    let message = r#"{"usage":{"input_tokens":1,"output_tokens":3,"cache_creation_input_tokens":0,"cache_read_input_tokens":9}}"#;
+    let expected = r#"{"usage":{"input_tokens":6,"output_tokens":3,"cache_creation_input_tokens":0,"cache_read_input_tokens":4}}"#;
+    assert_eq!(shown(Endpoint::Messages, &part(Some(4)), message), expected);
+    let expected = r#"{"usage":{"input_tokens":10,"output_tokens":3,"cache_creation_input_tokens":0}}"#;
+    assert_eq!(shown(Endpoint::Messages, &part(None), message), expected);
+    // Nothing is invented where the engine says nothing, nor outside of the usage.
+    for silent in [
+        r#"{"usage":{"prompt_tokens":10,"prompt_tokens_details":null}}"#,
+        r#"{"usage":null,"choices":[{"usage":{"prompt_tokens_details":{"cached_tokens":7}}}]}"#,
+        r#"{"metadata":{"cached_tokens":1},"cached_tokens":2}"#,
+    ] {
+        assert_eq!(shown(Endpoint::ChatCompletions, &part(Some(4)), silent), silent);
+    }
+}
+
+#[test]
+fn the_prompts_tokens_are_counted_alike_in_every_dialect() {
+    let counts = |answer| {
+        let answer = read(answer);
+        (answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens)
+    };
+    let expected = (Some(10), Some(4), Some(1));
+    assert_eq!(
+        counts(
+            r#"{"usage":{"input_tokens":10,"output_tokens":1,"input_tokens_details":{"cached_tokens":4}}}"#
+        ),
+        expected
+    );
+    assert_eq!(
+        counts(
+            r#"{"usage":{"input_tokens":1,"output_tokens":1,"cache_read_input_tokens":4,"cache_creation_input_tokens":5}}"#
+        ),
+        expected
+    );
+}
+
+#[test]
+fn item_21_prompt_logprobs_come_from_p() {
+    let list = r#"[null,{"7":{"logprob":-1.50,"rank":1}}]"#;
+    let part = PromptPart { prompt_logprobs: Some(Bytes::from(list)), ..PromptPart::default() };
+    let expected = format!(r#"{{"a":1,"prompt_logprobs":{list},"b":2}}"#);
+    let given = r#"{"a":1,"prompt_logprobs":null,"b":2}"#;
+    assert_eq!(shown(Endpoint::ChatCompletions, &part, given), expected);
+    let absent = r#"{"a":1,"kv_transfer_params":null}"#;
+    let expected = format!(r#"{{"a":1,"prompt_logprobs":{list}}}"#);
+    assert_eq!(shown(Endpoint::ChatCompletions, &part, absent), expected);
+    let completion = r#"{"choices":[{"index":0,"prompt_logprobs":null}],"prompt_logprobs":null}"#;
+    let expected =
+        format!(r#"{{"choices":[{{"index":0,"prompt_logprobs":{list}}}],"prompt_logprobs":null}}"#);
+    assert_eq!(shown(Endpoint::Completions, &part, completion), expected);
+}
+
+#[test]
+fn item_21_an_echoed_prompt_and_its_logprobs_come_from_p() {
+    use kvbaton_proxy::splice::EchoedPrompt;
+    let echo = EchoedPrompt {
+        text: Bytes::from_static(br#""q\u00e9\n""#),
+        width: 3,
+        lists: [&b"0,1,2"[..], b"null,-1.0,-2.50", br#""q","a","b""#, br#"null,{"a":-1.0},{}"#]
+            .map(Bytes::from_static),
+    };
+    let part = PromptPart { echo: Some(echo), ..PromptPart::default() };
+    let given = r#"{"choices":[{"text":"xy","logprobs":{"text_offset":[0, 1],"token_logprobs":[-3,-4],"tokens":["x","y"],"top_logprobs":[{"x":-3},{"y":-4}]}}]}"#;
+    let expected = r#"{"choices":[{"text":"q\u00e9\nxy","logprobs":{"text_offset":[0,1,2,3,4],"token_logprobs":[null,-1.0,-2.50,-3,-4],"tokens":["q","a","b","x","y"],"top_logprobs":[null,{"a":-1.0},{},{"x":-3},{"y":-4}]}}]}"#;
+    let got = shown(Endpoint::Completions, &part, given);
+    assert_eq!(got, expected);
 }

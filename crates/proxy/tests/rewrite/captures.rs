@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use kvbaton_proxy::request::{ClientRequest, Endpoint, InjectedHandOff};
-use kvbaton_proxy::splice::PrefillAnswer;
+use kvbaton_proxy::splice::{PrefillAnswer, PromptPart, client_answer};
 use serde_json::Value;
 
 macro_rules! capture {
@@ -103,4 +103,32 @@ fn answers_lose_the_hand_off_and_nothing_else() {
         assert_eq!(value(&left), expected);
         assert_eq!(left, serde_json::to_vec(&expected).unwrap(), "order and spelling stay");
     }
+}
+
+#[test]
+fn item_20_a_recorded_message_counts_cached_tokens_beside_the_others() {
+    let prefill = Bytes::from_static(capture!("messages.P.resp.json"));
+    let answer = PrefillAnswer::parse(&prefill).unwrap();
+    assert_eq!(
+        (answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens),
+        (Some(149), Some(128), Some(1))
+    );
+    assert!(answer.hand_off.is_some());
+    let decode = Bytes::from_static(capture!("messages.D.resp.json"));
+    let shown = |cached_tokens| {
+        let part = PromptPart { cached_tokens, ..PromptPart::default() };
+        client_answer(&decode, Endpoint::Messages, Some(&part)).unwrap().into_bytes()
+    };
+    assert_eq!(shown(Some(128)), decode, "this engine reports the prefill engine's count by itself");
+    let usage = value(&shown(Some(64)))["usage"].clone();
+    assert_eq!((&usage["input_tokens"], &usage["cache_read_input_tokens"]), (&85.into(), &64.into()));
+}
+
+#[test]
+fn a_recorded_response_loses_the_hand_off_and_nothing_else() {
+    let decode = Bytes::from_static(capture!("responses.D.resp.json"));
+    let part = PromptPart { cached_tokens: Some(0), ..PromptPart::default() };
+    let shown = client_answer(&decode, Endpoint::Responses, Some(&part)).unwrap().into_bytes();
+    let expected = std::str::from_utf8(&decode).unwrap().replace(r#""kv_transfer_params":null,"#, "");
+    assert_eq!(shown, expected);
 }

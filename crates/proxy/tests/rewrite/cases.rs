@@ -2,8 +2,11 @@
 
 use bytes::Bytes;
 use kvbaton_proxy::json::JsonFaultKind;
-use kvbaton_proxy::request::BypassReason::{self, BeamSearch, BestOf, N, PromptLogprobs, SeveralPrompts};
-use kvbaton_proxy::request::Endpoint::{ChatCompletions, Completions};
+use kvbaton_proxy::request::BypassReason::{
+    self, Background, BeamSearch, BestOf, N, PromptLogprobs, ServerTools, SeveralPrompts, StoredResponse,
+    Truncation,
+};
+use kvbaton_proxy::request::Endpoint::{ChatCompletions, Completions, Messages, Responses};
 use kvbaton_proxy::request::{BadRequest, ClientRequest, Endpoint, InjectedHandOff, MAX_EDITS};
 
 use crate::{BOTH, parse, parse_stripping};
@@ -42,8 +45,12 @@ fn only_a_single_plain_sequence_shares_its_hand_off() {
         (r#""use_beam_search":{}"#, Some(BeamSearch)),
         (r#""use_beam_search":true,"n":2"#, Some(BeamSearch)),
         (r#""prompt_logprobs":null"#, None),
-        (r#""prompt_logprobs":0"#, Some(PromptLogprobs)),
-        (r#""prompt_logprobs":1"#, Some(PromptLogprobs)),
+        (r#""prompt_logprobs":0"#, None),
+        (r#""prompt_logprobs":1"#, None),
+        (r#""prompt_logprobs":1,"stream":true"#, Some(PromptLogprobs)),
+        (r#""prompt_logprobs":1,"prompt_logprobs":2"#, Some(PromptLogprobs)),
+        (r#""truncate_prompt_tokens":-1"#, Some(Truncation)),
+        (r#""truncate_prompt_tokens":null"#, None),
         (r#""echo":false,"logprobs":1"#, None),
         (r#""logprobs":5"#, None),
     ];
@@ -68,6 +75,41 @@ fn echo_needs_prompt_logprobs_in_each_dialect() {
         assert_eq!(bypass(Completions, members), completions, "{members}");
         assert_eq!(bypass(ChatCompletions, members), chat, "{members}");
     }
+}
+
+#[test]
+fn item_21_an_echo_with_logprobs_is_taken_from_p_where_its_text_is_known() {
+    let cases = [
+        (r#""prompt":"a","echo":true,"logprobs":1"#, None),
+        (r#""prompt":"a","echo":true,"logprobs":1,"stream":true"#, Some(PromptLogprobs)),
+        (r#""prompt":[1,2],"echo":true,"logprobs":1"#, Some(PromptLogprobs)),
+        (r#""prompt":"a","echo":true,"logprobs":1,"max_tokens":0"#, Some(PromptLogprobs)),
+        (r#""prompt":"a","echo":true,"logprobs":1,"return_token_ids":true"#, Some(PromptLogprobs)),
+        (r#""prompt":"a","echo":true,"echo":false,"logprobs":1"#, Some(PromptLogprobs)),
+    ];
+    for (members, expected) in cases {
+        assert_eq!(bypass(Completions, members), expected, "{members}");
+    }
+}
+
+#[test]
+fn a_response_that_needs_one_engine_goes_to_one() {
+    let cases = [
+        (r#""input":"a","truncation":"disabled","tools":[],"background":false"#, None),
+        (r#""tools":[{"type":"function","name":"f"},{"name":"g","type":"custom"}]"#, None),
+        (r#""tools":[{"type":"function"},{"type":"web_search_preview"}]"#, Some(ServerTools)),
+        (r#""tools":[{"type":"mcp","x":[1,{"type":"function"}]}]"#, Some(ServerTools)),
+        (r#""tools":[{}]"#, Some(ServerTools)),
+        (r#""truncation":"auto""#, Some(Truncation)),
+        (r#""previous_response_id":"resp_1""#, Some(StoredResponse)),
+        (r#""previous_response_id":null"#, None),
+        (r#""background":true"#, Some(Background)),
+    ];
+    for (members, expected) in cases {
+        assert_eq!(bypass(Responses, members), expected, "{members}");
+        assert_eq!(bypass(Messages, members), None, "{members}");
+    }
+    assert_eq!(parse(Responses, "{}").unwrap().model(), "", "there the model may be left out");
 }
 
 #[test]

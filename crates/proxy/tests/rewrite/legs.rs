@@ -268,3 +268,41 @@ fn what_only_an_engine_can_read_is_refused() {
         assert!(plain || matches!(refusal, BadRequest::Utf8 { .. }), "{refusal}");
     }
 }
+
+#[test]
+fn the_other_dialects_make_one_token_too() {
+    use kvbaton_proxy::request::Endpoint::{Messages, Responses};
+    for (endpoint, given, expected) in [
+        (Responses, r#"{"input":"a"}"#, r#"{"input":"a","max_output_tokens":1,"store":false}"#),
+        (
+            Responses,
+            r#"{"model":"m","store":true,"max_output_tokens":99,"stream":true,"stop":["a"]}"#,
+            r#"{"model":"m","store":false,"max_output_tokens":1,"stream":false}"#,
+        ),
+        (
+            Messages,
+            r#"{"model":"m","max_tokens":9,"stop_sequences":["a"],"stream":true}"#,
+            r#"{"model":"m","max_tokens":1,"stream":false}"#,
+        ),
+        (Messages, r#"{"model":"m"}"#, r#"{"model":"m"}"#),
+    ] {
+        assert_eq!(prefill(endpoint, given), expected, "{endpoint:?}");
+        assert_eq!(decode(endpoint, given), given, "{endpoint:?}");
+    }
+}
+
+#[test]
+fn item_21_ds_leg_does_not_ask_for_what_p_answers() {
+    let given = r#"{"model":"m","prompt":"a","echo" : true,"logprobs":2,"prompt_logprobs":1,"max_tokens":1}"#;
+    assert_eq!(prefill(Completions, given), given);
+    let read =
+        given.replace(r#""echo" : true"#, r#""echo" : false"#).replace(r#"logprobs":1"#, r#"logprobs":null"#);
+    assert_eq!(decode(Completions, given), read);
+    let request = parse(Completions, given).unwrap();
+    assert_eq!(text(request.decode_body(None)), given, "alone it is asked for everything");
+    let release = text(request.release_body(Bytes::from_static(b"{}"), "s"));
+    assert!(!release.contains(r#""echo" : true"#) && !release.contains(r#"prompt_logprobs":1"#), "{release}");
+    // An echo without log-probabilities is the decode engine's own.
+    let plain = r#"{"model":"m","prompt":"a","echo":true,"max_tokens":1}"#;
+    assert_eq!(decode(Completions, plain), plain);
+}

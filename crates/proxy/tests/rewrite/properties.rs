@@ -84,6 +84,14 @@ proptest! {
         expected.retain(|(key, _)| key != "kv_transfer_params");
         let alone = text(request.decode_body(None));
         prop_assert_eq!(normalised(Pairs::read(&alone).0, false), normalised(expected.clone(), true));
+        let from_prefill = request.wanted_of_prefill();
+        for (key, value) in &mut expected {
+            match key.as_str() {
+                "prompt_logprobs" if from_prefill.prompt_logprobs => *value = "null".to_owned(),
+                "echo" if from_prefill.echo => *value = "false".to_owned(),
+                _ => {}
+            }
+        }
         expected.push(("kv_transfer_params".to_owned(), "{\"a\": [[1]]}".to_owned()));
         let with = text(request.decode_body(Some(Bytes::from_static(b"{\"a\": [[1]]}"))));
         prop_assert_eq!(normalised(Pairs::read(&with).0, false), normalised(expected, true));
@@ -94,7 +102,9 @@ proptest! {
         let request = parse_stripping(endpoint, &given).unwrap();
         let alone = text(request.decode_body(None));
         let with = request.decode_body(Some(Bytes::from_static(b"{\"a\":1}"))).into_bytes();
-        prop_assert_eq!(&text(answer_without_hand_off(with)), &alone);
+        if !request.wanted_of_prefill().any() {
+            prop_assert_eq!(&text(answer_without_hand_off(with)), &alone);
+        }
         let pairs = Pairs::read(&given);
         if !holds_hand_off(&pairs) && pairs.0.iter().all(|(key, _)| key != "kv_transfer_params") {
             prop_assert_eq!(alone, given);

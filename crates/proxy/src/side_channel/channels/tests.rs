@@ -47,7 +47,7 @@ async fn a_look_is_due_once_and_again_when_a_hand_off_names_somebody_new() {
     assert_eq!(due[0].named.as_ref().unwrap().1.ranks(), [(0, 0), (0, 1)]);
     assert!(channels.due(now).is_empty(), "it is under way");
     let next = now + Duration::from_secs(5);
-    assert!(channels.looked(&due[0].address, read("e1"), next));
+    assert!(channels.looked(&due[0].address, read("e1"), now, next));
     assert!(channels.due(now).is_empty());
     let restarted = channels.named("e2", &named("h", 5600), AUTO);
     assert_eq!(restarted, News { ask: true, replaced: Some("e1".to_owned()) });
@@ -55,7 +55,7 @@ async fn a_look_is_due_once_and_again_when_a_hand_off_names_somebody_new() {
     assert_eq!((due.len(), &due[0].engine_id), (1, &None));
     // Another one comes while the look is under way: its answer is not the last word.
     assert!(channels.named("e3", &named("h", 5600), AUTO).ask);
-    assert!(channels.looked(&due[0].address, read("e2"), next));
+    assert!(channels.looked(&due[0].address, read("e2"), now, next));
     assert_eq!(channels.due(now).len(), 1);
 }
 
@@ -92,4 +92,25 @@ fn hand_offs_cannot_fill_the_memory() {
     let mut absurd = named("h", 9);
     (absurd.tp_size, absurd.pp_size) = (u32::MAX, u32::MAX);
     assert_eq!(absurd.ranks(), [(0, 0)]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_learnt_side_channel_that_moved_is_forgotten() {
+    let channels = configured("10.0.0.7:5600", 1);
+    channels.named("e1", &named("h", 5700), AUTO);
+    let (old, fixed) = (ChannelAddress::new("h", 5700), ChannelAddress::new("10.0.0.7", 5600));
+    let failed = || Outcome::Failed { reason: "gone".to_owned() };
+    let look = |address: &ChannelAddress, outcome| {
+        channels.due(Instant::now());
+        channels.looked(address, outcome, Instant::now(), Instant::now());
+    };
+    look(&old, read("e1"));
+    look(&fixed, read("e0"));
+    tokio::time::advance(Duration::from_secs(1)).await;
+    look(&old, failed());
+    assert_eq!(channels.forget_if_moved(&old), None, "its listener may have ended");
+    channels.named("e2", &named("h", 5800), AUTO);
+    assert_eq!(channels.forget_if_moved(&fixed), None, "the operator named it");
+    assert_eq!(channels.forget_if_moved(&old), Some("e1".to_owned()));
+    assert_eq!(channels.views().len(), 2);
 }

@@ -1,0 +1,123 @@
+//! One request's account, from the moment it is read until its answer has gone out or its client has left:
+//! counted once and told in one line. Holds sizes and ids, never content.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering};
+
+use tokio::time::Instant;
+
+use crate::metrics::{Metrics, Outcome};
+use crate::request_id::RequestId;
+
+/// What is said of a client that left before its answer was complete.
+const CLIENT_LEFT: u16 = 499;
+
+/// A request's account; clones share it, and with the last one it is closed. Nobody having said how the
+/// request ended, its client has left.
+#[derive(Clone, Debug)]
+pub struct Account(Arc<Entry>);
+
+#[derive(Debug)]
+struct Entry {
+    metrics: Arc<Metrics>,
+    request_id: RequestId,
+    endpoint: &'static str,
+    began: Instant,
+    outcome: AtomicU8,
+    status: AtomicU16,
+    sent: AtomicU64,
+}
+
+impl Account {
+    pub(crate) fn open(metrics: Arc<Metrics>, request_id: RequestId, endpoint: &'static str) -> Self {
+        Self(Arc::new(Entry {
+            metrics,
+            request_id,
+            endpoint,
+            began: Instant::now(),
+            outcome: AtomicU8::new(Outcome::Abandoned as u8),
+            status: AtomicU16::new(CLIENT_LEFT),
+            sent: AtomicU64::new(0),
+        }))
+    }
+
+    /// The surface answers with an error of this status. What the core has said of its reason stays.
+    pub fn refused(&self, status: u16) {
+        self.0.status.store(status, Ordering::Relaxed);
+        if self.outcome() == Outcome::Abandoned {
+            self.0.outcome.store(Outcome::of_status(status) as u8, Ordering::Relaxed);
+        }
+    }
+
+    /// Why there is no answer of an engine; the surface knows the status.
+    pub(crate) fn failed(&self, outcome: Outcome) {
+        self.0.outcome.store(outcome as u8, Ordering::Relaxed);
+    }
+
+    /// The answer with this status is out, or ends here.
+    pub(crate) fn ended(&self, outcome: Outcome, status: u16) {
+        self.0.outcome.store(outcome as u8, Ordering::Relaxed);
+        self.0.status.store(status, Ordering::Relaxed);
+    }
+
+    /// Bytes of the answer's body went out.
+    pub(crate) fn sent(&self, bytes: usize) {
+        self.0.sent.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    fn outcome(&self) -> Outcome {
+        Outcome::of_code(self.0.outcome.load(Ordering::Relaxed))
+    }
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        let outcome = Outcome::of_code(*self.outcome.get_mut());
+        let status = *self.status.get_mut();
+        self.metrics.request_ended(self.endpoint, status, outcome);
+        tracing::info!(
+            request_id = self.request_id.as_str(),
+            endpoint = self.endpoint,
+            status,
+            outcome = outcome.label(),
+            bytes = *self.sent.get_mut(),
+            seconds = self.began.elapsed().as_secs_f64(),
+            "request ended"
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn closed(tell: impl FnOnce(&Account)) -> String {
+        let metrics = Metrics::new();
+        let account = Account::open(Arc::clone(&metrics), RequestId::accept(None), "completions");
+        let other = account.clone();
+        tell(&account);
+        drop(account);
+        assert!(!metrics.encode().contains("kvbaton_requests_total{"), "the other holder may still tell");
+        drop(other);
+        let page = metrics.encode();
+        let line = page.lines().find(|line| line.starts_with("kvbaton_requests_total{"));
+        line.unwrap_or_default().to_owned()
+    }
+
+    #[tokio::test]
+    async fn a_client_that_left_is_a_499_and_no_engines_error() {
+        let line = closed(|_| {});
+        assert!(line.contains(r#"outcome="abandoned""#) && line.contains(r#"status="499""#), "{line}");
+    }
+
+    #[tokio::test]
+    async fn the_first_reason_and_the_surfaces_status_are_counted() {
+        let line = closed(|account| {
+            account.failed(Outcome::NoPeer);
+            account.refused(503);
+        });
+        assert!(line.contains(r#"outcome="no_peer""#) && line.contains(r#"status="503""#), "{line}");
+        let line = closed(|account| account.refused(413));
+        assert!(line.contains(r#"outcome="client_error""#) && line.contains(r#"status="413""#), "{line}");
+    }
+}

@@ -1,0 +1,118 @@
+//! From a decode engine's answer to the client's, for both kinds of request: those with two legs and those
+//! that one engine answers alone.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::uri::PathAndQuery;
+use http::{HeaderMap, Method, Response};
+use hyper::body::Incoming;
+use tokio::time::{Instant, timeout_at};
+
+use crate::Core;
+use crate::answer::{for_client, is_binary, is_type};
+use crate::disagg::Exchange;
+use crate::error::{Broken, Progress, ProxyError, Stage, UpstreamFailure};
+use crate::metrics::Outcome;
+use crate::request::{Endpoint, pass_through_body};
+use crate::stream::{Bounds, Events, Guards, RelayBody};
+use crate::upstream::{Leg, X_DATA_PARALLEL_RANK, request_headers, response_headers};
+
+impl Core {
+    /// Turns D's answer into the client's: JSON is held whole, so that it arrives complete or not
+    /// at all and without the hand-off; everything else passes as it comes.
+    pub(crate) async fn relay(
+        &self,
+        answer: Response<Incoming>,
+        mut guards: Guards,
+    ) -> Result<Response<RelayBody>, UpstreamFailure> {
+        let (mut head, body) = answer.into_parts();
+        response_headers(&mut head.headers);
+        let ends = Instant::now() + self.settings.timeouts.total;
+        let limit = self.settings.limits.answer_bytes;
+        let is_stream = is_type(&head.headers, b"text/event-stream");
+        if is_stream || is_binary(&head.headers) {
+            let share = self.held.share();
+            let events = is_stream.then(|| Events::new(guards.endpoint, guards.part.take(), share, limit));
+            let bounds = Bounds { idle: self.upstream.idle(), ends, cut: self.cut.clone() };
+            return Ok(Response::from_parts(head, RelayBody::live(body, guards, events, bounds)));
+        }
+        let failure = |broken| UpstreamFailure::new(Stage::Decode, broken, Progress::Answering);
+        let whole = timeout_at(ends, self.upstream.collect(Stage::Decode, body, limit)).await;
+        let whole = whole.map_err(|_late| failure(Broken::Total))??;
+        if let Some(since) = guards.handed_over {
+            self.metrics.hand_over_took(since.elapsed().as_secs_f64());
+        }
+        let part = guards.part.take().filter(|_| head.status.is_success());
+        if head.status.is_success() {
+            guards.was_read();
+        }
+        let body = for_client(whole, guards.endpoint, part.as_ref()).ok_or(failure(Broken::Protocol))?;
+        let status = head.status.as_u16();
+        Ok(Response::from_parts(head, RelayBody::whole(body, guards.account.clone(), status)))
+    }
+
+    /// Forwards a request that has no prefill leg to a decode engine as it is.
+    pub(crate) async fn pass_through(
+        self: &Arc<Self>,
+        method: Method,
+        path_and_query: &PathAndQuery,
+        exchange: &Exchange,
+        body: Bytes,
+    ) -> Result<Response<RelayBody>, ProxyError> {
+        let passed = tokio::select! {
+            passed = self.pass(method, path_and_query, exchange, body) => passed,
+            () = self.cut.cancelled() => Err(ProxyError::ShuttingDown),
+        };
+        passed.inspect_err(|error| exchange.account.failed(Outcome::of_error(error)))
+    }
+
+    async fn pass(
+        self: &Arc<Self>,
+        method: Method,
+        path_and_query: &PathAndQuery,
+        exchange: &Exchange,
+        body: Bytes,
+    ) -> Result<Response<RelayBody>, ProxyError> {
+        let body = pass_through_body(body, self.settings.hand_off.client_injected)?;
+        let in_flight = self.pool.choose(Stage::Decode, None, &[], |_| true)?;
+        let peer = Arc::clone(&in_flight.peer);
+        let leg = Leg {
+            stage: Stage::Decode,
+            peer: &peer,
+            method,
+            path: path_and_query.as_str(),
+            headers: self.decode_headers(exchange),
+            body,
+        };
+        let answer = self
+            .upstream
+            .send(leg, self.settings.timeouts.decode_head)
+            .await
+            .map_err(|failure| self.engine_failed(&peer, failure))?;
+        let status = answer.status().as_u16();
+        let guards = Guards {
+            request_id: exchange.request_id.clone(),
+            endpoint: Endpoint::Completions,
+            in_flight,
+            lease: None,
+            part: None,
+            account: exchange.account.clone(),
+            status,
+            metrics: Arc::clone(&self.metrics),
+            handed_over: None,
+        };
+        self.relay(answer, guards).await.map_err(|failure| self.engine_failed(&peer, failure))
+    }
+
+    /// The client's headers for a decode engine; the peer's own rank, if it has one, is set later.
+    pub(crate) fn decode_headers(&self, exchange: &Exchange) -> HeaderMap {
+        let mut headers = request_headers(&exchange.headers, &exchange.request_id);
+        if self.settings.pairing.client_dp_rank
+            && let Some(rank) = exchange.headers.get(X_DATA_PARALLEL_RANK)
+        {
+            headers.insert(X_DATA_PARALLEL_RANK, rank.clone());
+        }
+        headers
+    }
+}
