@@ -310,11 +310,10 @@ fn upstream_face(failure: &UpstreamFailure) -> Face {
 fn registry_face(error: &RegistryError) -> Face {
     let conflict =
         |code, param: &'static str| Face::new(StatusCode::CONFLICT, Class::InvalidRequest, code).param(param);
+    let unavailable = |code| Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, code).retry();
     match error {
         RegistryError::Malformed { .. } => Face::invalid("malformed_payload"),
-        RegistryError::EngineMismatch { .. } => {
-            Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "engine_id_mismatch").param("engine_id")
-        }
+        RegistryError::EngineMismatch { .. } => conflict("engine_id_mismatch", "engine_id"),
         RegistryError::TooLarge { .. } => {
             Face::new(StatusCode::PAYLOAD_TOO_LARGE, Class::InvalidRequest, "body_too_large")
         }
@@ -322,13 +321,9 @@ fn registry_face(error: &RegistryError) -> Face {
         RegistryError::EngineIdTaken { .. } => conflict("engine_id_taken", "engine_id"),
         RegistryError::AddressTaken { .. } => conflict("address_taken", "base_url"),
         RegistryError::Contended { .. } => conflict("registration_contended", "engine_id"),
-        RegistryError::StoreUnavailable => {
-            Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, "store_unavailable").retry()
-        }
+        RegistryError::StoreUnavailable => unavailable("store_unavailable"),
         RegistryError::UnknownEngine { .. } => Face::absent("unknown_engine").param("engine_id"),
-        RegistryError::TooManyWatchers { .. } => {
-            Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, "too_many_watchers").retry()
-        }
+        RegistryError::TooManyWatchers { .. } => unavailable("too_many_watchers"),
         RegistryError::Full => {
             Face::new(StatusCode::INSUFFICIENT_STORAGE, Class::Unavailable, "registry_full")
         }
