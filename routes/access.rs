@@ -1,188 +1,143 @@
-//! Who may use the operator's endpoints (admin and registry): clients on this host, or whoever
-//! holds the configured token. Fails closed: an unknown peer address is not local.
-//! Must never log or echo a token.
+//! Who may use an endpoint: holders of a credential for it, or, where none is configured, clients on
+//! this host (operators' and engines' endpoints) or everybody (inference).
+//! Must never log or echo a token, nor end a comparison early.
 
-use std::fmt;
-use std::hint::black_box;
-use std::net::{IpAddr, SocketAddr};
+mod local;
+mod rules;
+mod secret;
+
 use std::sync::Arc;
 
-use axum::extract::{ConnectInfo, Request, State};
+use arc_swap::ArcSwap;
+use axum::extract::{Request, State};
 use axum::middleware::Next;
 use axum::response::Response;
-use http::header::{AUTHORIZATION, CACHE_CONTROL, FORWARDED, HOST, HeaderName, HeaderValue, VIA};
-use http::uri::Authority;
+use http::HeaderMap;
+use http::header::{AUTHORIZATION, CACHE_CONTROL, HeaderName, HeaderValue};
+use kvbaton_proxy::{Client, ModelScope, Proxy, Writer};
 
+pub use local::NotLocal;
+pub use rules::{CertificateNames, Credential, Duty, Rules};
+pub use secret::{SecretDigest, SecretError};
+
+use crate::Audience;
 use crate::error::RouteError;
 
-/// Headers that a forwarding proxy adds: the TCP peer is then the proxy and says nothing about the client.
-const FORWARDING: [HeaderName; 4] =
-    [FORWARDED, VIA, HeaderName::from_static("x-forwarded-for"), HeaderName::from_static("x-real-ip")];
+/// Where Anthropic's clients put their key.
+const X_API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 
-/// The rule for the operator's endpoints.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// Only clients whose own address is a loopback address.
-    LoopbackOnly,
-    /// Only clients that present this token, wherever they are.
-    Token(AdminToken),
-}
+/// The rules in force; clones share them, and they can be exchanged while requests run.
+#[derive(Clone)]
+pub struct Access(Arc<ArcSwap<Rules>>);
 
-/// A bearer token that an HTTP header can carry; its text never appears in debug output.
-#[derive(Clone, PartialEq, Eq)]
-pub struct AdminToken(Arc<str>);
-
-/// A text that cannot serve as an admin token.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum TokenError {
-    /// It is empty, so everybody would hold it.
-    #[error("the admin token is empty")]
-    Empty,
-    /// It holds a space, a control character or a character outside ASCII.
-    #[error("the admin token holds a character other than visible ASCII")]
-    NotVisibleAscii,
-}
-
-impl AdminToken {
-    /// Takes the text of a token.
-    ///
-    /// # Errors
-    /// When it is empty or holds anything but visible ASCII.
-    pub fn new(text: &str) -> Result<Self, TokenError> {
-        if text.is_empty() {
-            return Err(TokenError::Empty);
-        }
-        if !text.bytes().all(|byte| byte.is_ascii_graphic()) {
-            return Err(TokenError::NotVisibleAscii);
-        }
-        Ok(Self(text.into()))
+impl Access {
+    /// Puts rules in force.
+    #[must_use]
+    pub fn new(rules: Rules) -> Self {
+        Self(Arc::new(ArcSwap::from_pointee(rules)))
     }
 
-    /// Compares without an early end, so that the time taken tells nothing but the length.
-    fn matches(&self, presented: &[u8]) -> bool {
-        let expected = self.0.as_bytes();
-        if expected.len() != presented.len() {
-            return false;
-        }
-        let difference = expected.iter().zip(presented).fold(0_u8, |sum, (a, b)| black_box(sum | (a ^ b)));
-        difference == 0
+    /// Exchanges the rules; requests that were let in go on.
+    pub fn replace(&self, rules: Rules) {
+        self.0.store(Arc::new(rules));
     }
 }
 
-impl fmt::Debug for AdminToken {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("AdminToken(..)")
-    }
+/// What a guard needs.
+#[derive(Clone)]
+pub(crate) struct Gate {
+    pub(crate) access: Access,
+    pub(crate) proxy: Proxy,
+    pub(crate) audience: Audience,
 }
 
-/// Why a client is not taken for one on this host.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NotLocal {
-    /// Its address is not a loopback address, or is unknown.
-    Address,
-    /// The request came through a forwarding proxy.
-    Forwarded,
-    /// The request names a host by a public DNS name: a web page may have bound that name to this host.
-    HostName,
-}
-
-impl fmt::Display for NotLocal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Address => "the client is on another host",
-            Self::Forwarded => "the request came through a proxy",
-            Self::HostName => "the Host header is neither an address nor a local name",
-        })
-    }
-}
-
-/// Lets a request through to an operator's endpoint, or refuses it.
+/// Lets a request through to an endpoint, with who sent it in its extensions, or refuses it.
 pub(crate) async fn guard(
-    State(access): State<Access>,
-    request: Request,
+    State(gate): State<Gate>,
+    mut request: Request,
     next: Next,
 ) -> Result<Response, RouteError> {
-    match &access {
-        Access::LoopbackOnly => check_local(&request).map_err(RouteError::NotLocal)?,
-        Access::Token(token) => check_token(token, &request)?,
-    }
-    let mut response = next.run(request).await;
-    response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-    Ok(response)
-}
-
-fn check_local(request: &Request) -> Result<(), NotLocal> {
-    let peer = request.extensions().get::<ConnectInfo<SocketAddr>>();
-    // A dual-stack socket shows 127.0.0.1 as ::ffff:127.0.0.1.
-    if !peer.is_some_and(|ConnectInfo(address)| address.ip().to_canonical().is_loopback()) {
-        return Err(NotLocal::Address);
-    }
-    if FORWARDING.iter().any(|name| request.headers().contains_key(name)) {
-        return Err(NotLocal::Forwarded);
-    }
-    let from_header =
-        request.headers().get_all(HOST).iter().map(|host| Authority::try_from(host.as_bytes()).ok());
-    let from_target = request.uri().authority().cloned().map(Some);
-    let all_local = from_header
-        .chain(from_target)
-        .all(|authority| authority.is_some_and(|authority| is_local_name(authority.host())));
-    if all_local { Ok(()) } else { Err(NotLocal::HostName) }
-}
-
-/// Whether a DNS answer under somebody else's control cannot have led here under this name.
-fn is_local_name(host: &str) -> bool {
-    let bare = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host);
-    let lower = bare.to_ascii_lowercase();
-    bare.parse::<IpAddr>().is_ok() || !lower.contains('.') || lower.ends_with(".localhost")
-}
-
-fn check_token(token: &AdminToken, request: &Request) -> Result<(), RouteError> {
-    let Some(value) = request.headers().get(AUTHORIZATION) else {
-        return Err(RouteError::TokenMissing);
-    };
-    let Some((scheme, presented)) = split_once(value.as_bytes(), b' ') else {
-        return Err(RouteError::TokenMissing);
-    };
-    if !scheme.eq_ignore_ascii_case(b"bearer") {
-        return Err(RouteError::TokenMissing);
-    }
-    if token.matches(presented.trim_ascii()) { Ok(()) } else { Err(RouteError::TokenWrong) }
-}
-
-fn split_once(bytes: &[u8], separator: u8) -> Option<(&[u8], &[u8])> {
-    let at = bytes.iter().position(|byte| *byte == separator)?;
-    Some((bytes.get(..at)?, bytes.get(at + 1..)?))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_token_must_fit_a_header() {
-        assert_eq!(AdminToken::new(""), Err(TokenError::Empty));
-        assert_eq!(AdminToken::new("two words"), Err(TokenError::NotVisibleAscii));
-        assert_eq!(AdminToken::new("schlüssel"), Err(TokenError::NotVisibleAscii));
-        assert!(AdminToken::new("s3cret-~!").is_ok());
-    }
-
-    #[test]
-    fn a_token_is_compared_whole_and_never_printed() {
-        let token = AdminToken::new("s3cret").unwrap();
-        assert!(token.matches(b"s3cret"));
-        assert!(!token.matches(b"s3creT"));
-        assert!(!token.matches(b"s3cre"));
-        assert!(!token.matches(b"s3cret2"));
-        assert_eq!(format!("{:?}", Access::Token(token)), "Token(AdminToken(..))");
-    }
-
-    #[test]
-    fn only_names_that_no_outside_dns_can_hold_are_local() {
-        for name in ["127.0.0.1", "10.1.2.3", "[::1]", "localhost", "LOCALHOST", "box", "a.localhost"] {
-            assert!(is_local_name(name), "{name}");
+    let rules = gate.access.0.load_full();
+    match gate.audience {
+        Audience::Everybody => Ok(next.run(request).await),
+        Audience::Clients => {
+            if gate.proxy.has_sent(request.headers()) {
+                return Err(RouteError::Loop);
+            }
+            let client = client(&rules, &request)?;
+            if client.key.is_some() {
+                // It is the router's: engines that need one have a token of their own in the settings.
+                request.headers_mut().remove(AUTHORIZATION);
+                request.headers_mut().remove(X_API_KEY);
+            }
+            request.extensions_mut().insert(client);
+            Ok(next.run(request).await)
         }
-        for name in ["example.com", "127.0.0.1.example.com", "localhost.example.com", "localhost."] {
-            assert!(!is_local_name(name), "{name}");
+        Audience::Engines | Audience::Operators => {
+            let writer = holder(&rules, gate.audience, &request)?;
+            request.extensions_mut().insert(writer);
+            let mut response = next.run(request).await;
+            response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+            Ok(response)
         }
     }
+}
+
+/// Who uses an operators' or engines' endpoint.
+fn holder(rules: &Rules, audience: Audience, request: &Request) -> Result<Writer, RouteError> {
+    let duties: &[Duty] = match audience {
+        Audience::Engines => &[Duty::Operator, Duty::Engine],
+        Audience::Operators | Audience::Clients | Audience::Everybody => &[Duty::Operator],
+    };
+    if !rules.has(duties) {
+        local::check(request).map_err(RouteError::NotLocal)?;
+        return Ok(Writer::Trusted);
+    }
+    let found = match bearer(request.headers()) {
+        Some(token) => rules.by_secret(duties, token).ok_or(RouteError::TokenWrong)?,
+        None => by_certificate(rules, duties, request)?.ok_or(RouteError::TokenMissing)?,
+    };
+    let credential = Arc::clone(&found.name);
+    Ok(match found.duty {
+        Duty::Engine => Writer::Engine { credential, models: found.models.clone() },
+        Duty::Operator | Duty::Client => Writer::Operator(credential),
+    })
+}
+
+/// Who uses an inference endpoint.
+fn client(rules: &Rules, request: &Request) -> Result<Client, RouteError> {
+    let duties = &[Duty::Client];
+    if !rules.has(duties) {
+        return Ok(Client { key: None, models: ModelScope::All });
+    }
+    let headers = request.headers();
+    let presented = bearer(headers).or_else(|| headers.get(X_API_KEY).map(|key| key.as_bytes().trim_ascii()));
+    let found = match presented {
+        Some(key) => rules.by_secret(duties, key).ok_or(RouteError::KeyWrong)?,
+        None => by_certificate(rules, duties, request)?.ok_or(RouteError::KeyMissing)?,
+    };
+    Ok(Client { key: Some(Arc::clone(&found.name)), models: found.models.clone() })
+}
+
+/// The credential that the connection's certificate stands for. A browser shows a certificate for
+/// whatever page asks it to, so the page is looked at too.
+fn by_certificate<'a>(
+    rules: &'a Rules,
+    duties: &[Duty],
+    request: &Request,
+) -> Result<Option<&'a Credential>, RouteError> {
+    let names = request.extensions().get::<CertificateNames>();
+    let found = names.and_then(|names| rules.by_certificate(duties, names));
+    if found.is_some() && local::is_cross_site(request) {
+        return Err(RouteError::NotLocal(NotLocal::CrossSite));
+    }
+    Ok(found)
+}
+
+/// The token of an `Authorization: Bearer` header.
+fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
+    let value = headers.get(AUTHORIZATION)?.as_bytes();
+    let at = value.iter().position(|byte| *byte == b' ')?;
+    let (scheme, token) = value.split_at(at);
+    scheme.eq_ignore_ascii_case(b"bearer").then(|| token.trim_ascii())
 }

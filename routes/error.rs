@@ -2,6 +2,8 @@
 //! Owns what the surface itself refuses; knows the core's errors and how clients see them.
 //! Must never show an engine's address, nor turn an error into a response anywhere else.
 
+mod operators;
+
 use axum::Json;
 use axum::body::Bytes;
 use axum::response::{IntoResponse, Response};
@@ -64,12 +66,20 @@ pub(crate) enum RouteError {
     UnknownRank { engine_id: String, pp_rank: u32, tp_rank: u32 },
     #[error("the engine `{engine_id}` is still registering")]
     EngineNotReady { engine_id: String },
-    #[error("only clients on this host may use this endpoint unless an admin token is set: {0}")]
+    #[error("only clients on this host may use this endpoint unless a credential for it is configured: {0}")]
     NotLocal(NotLocal),
-    #[error("this endpoint needs the admin token as `Authorization: Bearer <token>`")]
+    #[error("this endpoint needs a token as `Authorization: Bearer <token>`")]
     TokenMissing,
-    #[error("the admin token is wrong")]
+    #[error("the token is wrong, or not good for this endpoint")]
     TokenWrong,
+    #[error("you did not provide an API key; send it as `Authorization: Bearer <key>`")]
+    KeyMissing,
+    #[error("incorrect API key provided")]
+    KeyWrong,
+    #[error("the request went through this router before: an engine's address leads back to it")]
+    Loop,
+    #[error("the request's length or host is ambiguous")]
+    Ambiguous,
     #[error(transparent)]
     Proxy(#[from] ProxyError),
     #[error(transparent)]
@@ -237,9 +247,14 @@ impl RouteError {
                 Face::new(StatusCode::UNAUTHORIZED, Class::Authentication, "token_required")
             }
             Self::TokenWrong => Face::new(StatusCode::UNAUTHORIZED, Class::Authentication, "token_wrong"),
+            Self::KeyMissing | Self::KeyWrong => {
+                Face::new(StatusCode::UNAUTHORIZED, Class::InvalidRequest, "invalid_api_key")
+            }
+            Self::Loop => Face::new(StatusCode::LOOP_DETECTED, Class::Upstream, "loop_detected"),
+            Self::Ambiguous => Face::invalid("ambiguous_request"),
             Self::Proxy(error) => proxy_face(error),
-            Self::Registry(error) => registry_face(error),
-            Self::PeerSpec(error) => peer_spec_face(error),
+            Self::Registry(error) => operators::registry_face(error),
+            Self::PeerSpec(error) => operators::peer_spec_face(error),
             Self::Unexpected => Face::new(StatusCode::INTERNAL_SERVER_ERROR, Class::Server, "internal_error"),
         }
     }
@@ -252,6 +267,7 @@ fn no_room() -> Face {
 fn proxy_face(error: &ProxyError) -> Face {
     match error {
         ProxyError::BadRequest(bad) => bad_request_face(bad),
+        ProxyError::ModelDenied { .. } => Face::absent("model_not_found").param("model"),
         ProxyError::NoPeer(stage) => {
             let code = match stage {
                 Stage::Prefill => "no_prefill",
@@ -307,79 +323,12 @@ fn upstream_face(failure: &UpstreamFailure) -> Face {
     Face::upstream(status, code, format!("the {} engine {what}", failure.stage.label()))
 }
 
-fn registry_face(error: &RegistryError) -> Face {
-    let conflict =
-        |code, param: &'static str| Face::new(StatusCode::CONFLICT, Class::InvalidRequest, code).param(param);
-    let unavailable = |code| Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, code).retry();
-    match error {
-        RegistryError::Malformed { .. } => Face::invalid("malformed_payload"),
-        RegistryError::EngineMismatch { .. } => conflict("engine_id_mismatch", "engine_id"),
-        RegistryError::TooLarge { .. } => {
-            Face::new(StatusCode::PAYLOAD_TOO_LARGE, Class::InvalidRequest, "body_too_large")
-        }
-        RegistryError::Invalid { field, .. } => Face::invalid("invalid_registration").param(*field),
-        RegistryError::EngineIdTaken { .. } => conflict("engine_id_taken", "engine_id"),
-        RegistryError::AddressTaken { .. } => conflict("address_taken", "base_url"),
-        RegistryError::Contended { .. } => conflict("registration_contended", "engine_id"),
-        RegistryError::StoreUnavailable => unavailable("store_unavailable"),
-        RegistryError::UnknownEngine { .. } => Face::absent("unknown_engine").param("engine_id"),
-        RegistryError::TooManyWatchers { .. } => unavailable("too_many_watchers"),
-        RegistryError::Full => {
-            Face::new(StatusCode::INSUFFICIENT_STORAGE, Class::Unavailable, "registry_full")
-        }
-    }
-}
-
-fn peer_spec_face(error: &PeerSpecError) -> Face {
-    match error {
-        PeerSpecError::Url { .. } | PeerSpecError::Scheme { .. } => {
-            Face::invalid("invalid_peer").param("url")
-        }
-        PeerSpecError::Token => Face::invalid("invalid_peer").param("token"),
-        PeerSpecError::SideChannel => Face::invalid("invalid_peer").param("kv_host"),
-        PeerSpecError::SideChannelAddress => Face::invalid("invalid_peer").param("side_channel"),
-        PeerSpecError::Size => Face::invalid("invalid_peer").param("tp_size"),
-        PeerSpecError::Lease => Face::invalid("invalid_peer").param("lease"),
-        PeerSpecError::Ranks => Face::invalid("invalid_peer").param("dp_rank"),
-        PeerSpecError::Name { .. } => Face::invalid("invalid_peer").param("name"),
-        PeerSpecError::Exists { .. } => Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "peer_exists"),
-    }
-}
-
-/// The error as the last event of a stream that has begun.
-pub(crate) fn event_of(error: &RouteError, endpoint: Endpoint) -> Bytes {
-    let face = error.face();
-    let message = face.message.unwrap_or_else(|| error.to_string());
-    if let RouteError::Refused { said } = error
-        && let Some(event) = refusal_event(endpoint, said)
-    {
-        return event;
-    }
-    if face.status.is_server_error() {
-        tracing::warn!(status = face.status.as_u16(), code = face.code, error = %error, "stream failed");
-    }
-    let class = face.class.name();
-    error_event(endpoint, &EventError { class, code: face.code, message: &message })
-}
-
-/// An engine's own words, if they are an error object.
-fn refusal_event(endpoint: Endpoint, said: &[u8]) -> Option<Bytes> {
-    let said: serde_json::Value = serde_json::from_slice(said).ok()?;
-    let error = said.get("error")?;
-    let text = |name: &str| match error.get(name) {
-        Some(serde_json::Value::String(text)) => text.clone(),
-        Some(other) => other.to_string(),
-        None => String::new(),
-    };
-    let (class, code, message) = (text("type"), text("code"), text("message"));
-    Some(error_event(endpoint, &EventError { class: &class, code: &code, message: &message }))
-}
-
 impl IntoResponse for RouteError {
     fn into_response(self) -> Response {
         let face = self.face();
         let status = face.status;
-        if status.is_server_error() {
+        // A loop is told once, by the probes of the peer that leads back here.
+        if status.is_server_error() && !matches!(self, Self::Loop) {
             tracing::warn!(status = status.as_u16(), code = face.code, error = %self, "request failed");
         } else {
             tracing::debug!(status = status.as_u16(), code = face.code, "request refused");
@@ -491,6 +440,8 @@ mod tests {
             (RouteError::NotLocal(NotLocal::Address), 403, "not_local"),
             (RouteError::TokenMissing, 401, "token_required"),
             (RouteError::TokenWrong, 401, "token_wrong"),
+            (RegistryError::NotOwner { engine_id: text() }.into(), 403, "not_owner"),
+            (RegistryError::ModelNotAllowed { model: text() }.into(), 403, "model_not_allowed"),
         ]
     }
 
@@ -508,6 +459,11 @@ mod tests {
             (RouteError::Msgpack { path: None, what: String::new() }, 400, "invalid_msgpack"),
             (RouteError::Query { what: String::new() }, 400, "invalid_query"),
             (RouteError::PathNotUtf8, 400, "invalid_path"),
+            (RouteError::KeyMissing, 401, "invalid_api_key"),
+            (RouteError::KeyWrong, 401, "invalid_api_key"),
+            (RouteError::Loop, 508, "loop_detected"),
+            (RouteError::Ambiguous, 400, "ambiguous_request"),
+            (ProxyError::ModelDenied { model: "m".into() }.into(), 404, "model_not_found"),
             (RouteError::UnknownModel { id: String::new() }, 404, "model_not_found"),
             (RouteError::Unexpected, 500, "internal_error"),
         ]

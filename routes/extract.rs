@@ -13,7 +13,7 @@ use bytes::BytesMut;
 use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderName};
 use http::request::Parts;
 use http_body_util::BodyExt;
-use kvbaton_proxy::{Exchange, Proxy, RequestId};
+use kvbaton_proxy::{Client, Exchange, Proxy, RequestId};
 use serde::de::DeserializeOwned;
 use tracing::Instrument;
 
@@ -50,8 +50,9 @@ pub(crate) fn exchange(mut parts: Parts, proxy: &Proxy, endpoint: &'static str) 
         .extensions
         .remove::<RequestId>()
         .unwrap_or_else(|| RequestId::accept(parts.headers.get(X_REQUEST_ID)));
+    let client = parts.extensions.remove::<Client>().unwrap_or_default();
     let account = proxy.account(&request_id, endpoint);
-    Exchange { request_id, headers: parts.headers, account }
+    Exchange { request_id, headers: parts.headers, client, account }
 }
 
 // ---------------------------------------------------------------- body

@@ -4,8 +4,10 @@
 
 mod access;
 mod admin;
+mod cors;
 mod error;
 mod extract;
+mod framing;
 mod health;
 mod held;
 mod keep_alive;
@@ -22,8 +24,10 @@ use axum::routing::{MethodRouter, delete, get, post, put};
 use http::Method;
 use kvbaton_proxy::{Endpoint, Proxy};
 
-pub use access::{Access, AdminToken, NotLocal, TokenError};
+pub use access::{Access, CertificateNames, Credential, Duty, NotLocal, Rules, SecretDigest, SecretError};
+pub use cors::{Cors, NotAnOrigin, Origins};
 
+use crate::access::Gate;
 use crate::error::RouteError;
 use crate::extract::BodyBound;
 
@@ -32,8 +36,10 @@ use crate::extract::BodyBound;
 pub struct State {
     /// The core that answers.
     pub proxy: Proxy,
-    /// Who may use the operator's endpoints.
+    /// Who may use which endpoints.
     pub access: Access,
+    /// Which pages of other origins may call the inference endpoints.
+    pub cors: Cors,
     /// Bounds on what is read from clients.
     pub limits: Limits,
 }
@@ -72,7 +78,11 @@ impl FromRef<State> for Proxy {
 pub enum Audience {
     /// Whoever reaches the listener.
     Everybody,
-    /// Those whom [`Access`] lets through.
+    /// Holders of an API key, or everybody where there are no keys.
+    Clients,
+    /// Holders of an engine's or an operator's credential, or clients on this host where there are none.
+    Engines,
+    /// Holders of an operator's credential, or clients on this host where there are none.
     Operators,
 }
 
@@ -96,12 +106,20 @@ impl EndpointDoc {
         Self { method, path, audience: Audience::Operators, mount }
     }
 
+    const fn of_engines(method: Method, path: &'static str, mount: fn() -> MethodRouter<State>) -> Self {
+        Self { method, path, audience: Audience::Engines, mount }
+    }
+
+    const fn of_clients(method: Method, path: &'static str, mount: fn() -> MethodRouter<State>) -> Self {
+        Self { method, path, audience: Audience::Clients, mount }
+    }
+
     const fn passed_through(method: Method, path: &'static str) -> Self {
         let mount: fn() -> MethodRouter<State> = match method {
             Method::GET => || get(openai::pass_through),
             _ => || post(openai::pass_through),
         };
-        Self { method, path, audience: Audience::Everybody, mount }
+        Self { method, path, audience: Audience::Clients, mount }
     }
 
     /// The path as `openapi.yaml` writes it.
@@ -111,26 +129,29 @@ impl EndpointDoc {
     }
 }
 
+/// Where Prometheus looks.
+const METRICS_PATH: &str = "/metrics";
+
 /// Every endpoint that exists; the router is built from this list and from nothing else.
 ///
 /// What engines offer beyond it (sleep, profiling, weight updates, adapters, cache resets, ...)
 /// changes an engine for everybody or bypasses the hand-off, and stays out of clients' reach.
 pub const ENDPOINTS: &[EndpointDoc] = &[
     // Prefill, hand-off, decode.
-    EndpointDoc::open(Method::POST, "/v1/completions", || {
+    EndpointDoc::of_clients(Method::POST, "/v1/completions", || {
         post(|state, request| openai::forward(Endpoint::Completions, state, request))
     }),
-    EndpointDoc::open(Method::POST, "/v1/chat/completions", || {
+    EndpointDoc::of_clients(Method::POST, "/v1/chat/completions", || {
         post(|state, request| openai::forward(Endpoint::ChatCompletions, state, request))
     }),
-    EndpointDoc::open(Method::POST, "/v1/responses", || {
+    EndpointDoc::of_clients(Method::POST, "/v1/responses", || {
         post(|state, request| openai::forward(Endpoint::Responses, state, request))
     }),
-    EndpointDoc::open(Method::POST, "/v1/messages", || {
+    EndpointDoc::of_clients(Method::POST, "/v1/messages", || {
         post(|state, request| openai::forward(Endpoint::Messages, state, request))
     }),
-    EndpointDoc::open(Method::GET, "/v1/models", || get(openai::models)),
-    EndpointDoc::open(Method::GET, "/v1/models/{*model}", || get(openai::model)),
+    EndpointDoc::of_clients(Method::GET, "/v1/models", || get(openai::models)),
+    EndpointDoc::of_clients(Method::GET, "/v1/models/{*model}", || get(openai::model)),
     // One decode engine answers alone.
     EndpointDoc::passed_through(Method::POST, "/v1/messages/count_tokens"),
     EndpointDoc::passed_through(Method::POST, "/v1/embeddings"),
@@ -146,16 +167,16 @@ pub const ENDPOINTS: &[EndpointDoc] = &[
     EndpointDoc::passed_through(Method::POST, "/detokenize"),
     EndpointDoc::passed_through(Method::GET, "/version"),
     // Registry.
-    EndpointDoc::guarded(Method::GET, "/registry/v1/engines", || get(registry::list)),
-    EndpointDoc::guarded(Method::PUT, "/registry/v1/engines/{engine_id}", || put(registry::register)),
-    EndpointDoc::guarded(Method::GET, "/registry/v1/engines/{engine_id}", || get(registry::engine)),
-    EndpointDoc::guarded(Method::DELETE, "/registry/v1/engines/{engine_id}", || delete(registry::remove)),
-    EndpointDoc::guarded(Method::POST, "/registry/v1/engines/{engine_id}/heartbeat", || {
+    EndpointDoc::of_engines(Method::GET, "/registry/v1/engines", || get(registry::list)),
+    EndpointDoc::of_engines(Method::PUT, "/registry/v1/engines/{engine_id}", || put(registry::register)),
+    EndpointDoc::of_engines(Method::GET, "/registry/v1/engines/{engine_id}", || get(registry::engine)),
+    EndpointDoc::of_engines(Method::DELETE, "/registry/v1/engines/{engine_id}", || delete(registry::remove)),
+    EndpointDoc::of_engines(Method::POST, "/registry/v1/engines/{engine_id}/heartbeat", || {
         post(registry::heartbeat)
     }),
-    EndpointDoc::guarded(Method::PUT, registry::RANK_PATH, || put(registry::register_rank)),
-    EndpointDoc::guarded(Method::GET, registry::RANK_PATH, || get(registry::look_up)),
-    EndpointDoc::guarded(Method::GET, "/registry/v1/watch", || get(registry::watch)),
+    EndpointDoc::of_engines(Method::PUT, registry::RANK_PATH, || put(registry::register_rank)),
+    EndpointDoc::of_engines(Method::GET, registry::RANK_PATH, || get(registry::look_up)),
+    EndpointDoc::of_engines(Method::GET, "/registry/v1/watch", || get(registry::watch)),
     // Admin.
     EndpointDoc::guarded(Method::GET, "/admin/peers", || get(admin::peers)),
     EndpointDoc::guarded(Method::POST, "/admin/peers", || post(admin::add_peer)),
@@ -169,30 +190,61 @@ pub const ENDPOINTS: &[EndpointDoc] = &[
     // Health.
     EndpointDoc::open(Method::GET, "/livez", || get(health::live)),
     EndpointDoc::open(Method::GET, "/readyz", || get(health::ready)),
-    EndpointDoc::open(Method::GET, "/metrics", || get(health::metrics)),
+    EndpointDoc::open(Method::GET, METRICS_PATH, || get(health::metrics)),
 ];
 
-/// Builds the router from [`ENDPOINTS`].
-///
-/// Serve it with `into_make_service_with_connect_info::<SocketAddr>()`: without the client's
-/// address nobody passes [`Access::LoopbackOnly`].
-pub fn app(state: State) -> Router {
-    let mut router = Router::new();
-    for endpoint in ENDPOINTS {
-        let mut handlers = (endpoint.mount)();
-        if endpoint.audience == Audience::Operators {
-            // Around the handler only: its extractors, which read the body, run after the check.
-            handlers = handlers.route_layer(from_fn_with_state(state.access.clone(), access::guard));
+/// Which endpoints one listener has; liveness and readiness are on every one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mounts {
+    /// The inference endpoints.
+    pub clients: bool,
+    /// The registry.
+    pub engines: bool,
+    /// The operators' endpoints.
+    pub operators: bool,
+    /// The metrics page.
+    pub metrics: bool,
+}
+
+impl Mounts {
+    /// Everything on one listener.
+    pub const ALL: Self = Self { clients: true, engines: true, operators: true, metrics: true };
+    /// Liveness and readiness only.
+    pub const NONE: Self = Self { clients: false, engines: false, operators: false, metrics: false };
+
+    fn has(&self, endpoint: &EndpointDoc) -> bool {
+        match endpoint.audience {
+            Audience::Clients => self.clients,
+            Audience::Engines => self.engines,
+            Audience::Operators => self.operators,
+            Audience::Everybody => self.metrics || endpoint.path != METRICS_PATH,
         }
+    }
+}
+
+/// Builds the router from those of [`ENDPOINTS`] that a listener has; the others are not found there.
+///
+/// Serve it with the client's address as `ConnectInfo<SocketAddr>` in each request's extensions:
+/// without it nobody is taken for a client on this host.
+pub fn app(state: State, mounts: Mounts) -> Router {
+    let mut router = Router::new();
+    for endpoint in ENDPOINTS.iter().filter(|endpoint| mounts.has(endpoint)) {
+        let (access, proxy) = (state.access.clone(), state.proxy.clone());
+        let gate = Gate { access, proxy, audience: endpoint.audience };
+        // Around the handler only: its extractors, which read the body, run after the check.
+        let handlers = (endpoint.mount)().route_layer(from_fn_with_state(gate, access::guard));
         router = router.route(endpoint.path, handlers);
     }
     router
         // After the routes: it fills in the fallback of those that exist by now.
         .method_not_allowed_fallback(|| async { RouteError::MethodNotAllowed })
         .fallback(|| async { RouteError::UnknownPath })
+        // Around the checks of keys: a browser asks before it sends one, and may read a refusal.
+        .layer(from_fn_with_state(state.cors.clone(), cors::share))
         // Around the whole router: any handler, and both fallbacks, may leave a body unread. Twice
         // the limit, so that a body somewhat over it does not cost its sender the connection.
         .layer(from_fn_with_state(state.limits.body_bytes.saturating_mul(2), unread::discard_unread))
+        .layer(from_fn(framing::refuse_ambiguous))
         // Outermost: no answer may leave without the request's id.
         .layer(from_fn(extract::identify))
         .with_state(state)

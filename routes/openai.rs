@@ -2,12 +2,12 @@
 //! generic forward, models come from the core, the rest is passed to one decode engine as it is.
 //! Must never look into a body: that is the core's work.
 
-use axum::Json;
 use axum::body::Body;
 use axum::extract::{Request, State as Shared};
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 use http::uri::PathAndQuery;
-use kvbaton_proxy::{Endpoint, Exchange, Proxy};
+use kvbaton_proxy::{Client, Endpoint, Exchange, Proxy};
 
 use crate::State;
 use crate::error::RouteError;
@@ -69,17 +69,18 @@ pub(crate) async fn pass_through(
     passed.await.inspect_err(|error: &RouteError| error.tell(&account))
 }
 
-/// The union of the peers' models.
-pub(crate) async fn models(Shared(proxy): Shared<Proxy>) -> Response {
-    Json(proxy.models()).into_response()
+/// The union of the peers' models, as far as they are the client's.
+pub(crate) async fn models(Shared(proxy): Shared<Proxy>, Extension(client): Extension<Client>) -> Response {
+    Json(proxy.models().only(&client.models)).into_response()
 }
 
 /// One model's entry; an id may hold slashes.
 pub(crate) async fn model(
     Shared(proxy): Shared<Proxy>,
+    Extension(client): Extension<Client>,
     Segments(id): Segments<String>,
 ) -> Result<Response, RouteError> {
-    match proxy.models().entry(&id) {
+    match proxy.models().only(&client.models).entry(&id) {
         Some(entry) => Ok(Json(entry).into_response()),
         None => Err(RouteError::UnknownModel { id }),
     }

@@ -8,12 +8,12 @@ mod rank;
 mod watch;
 mod wire;
 
-use axum::Json;
 use axum::extract::{Request, State as Shared};
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 use http::StatusCode;
 use http::header::{CONTENT_TYPE, HeaderMap, HeaderValue, VARY};
-use kvbaton_proxy::{EngineRole, EngineState, EngineView, Missing, Proxy, Registry};
+use kvbaton_proxy::{EngineRole, EngineState, EngineView, Missing, Proxy, Registry, Writer};
 use serde::{Deserialize, Serialize};
 
 pub(crate) use rank::{RANK_PATH, look_up, register_rank};
@@ -72,20 +72,25 @@ pub(crate) struct HeartbeatReceipt {
 
 pub(crate) async fn list(
     Shared(proxy): Shared<Proxy>,
+    Extension(reader): Extension<Writer>,
     Params(filter): Params<Filter>,
 ) -> Result<Json<Engines>, RouteError> {
-    let mut engines = proxy.registry().list();
+    let registry = proxy.registry();
+    let snapshot = registry.snapshot();
+    let seen = snapshot.engines.values().filter(|engine| reader.sees_engine(engine));
+    let mut engines: Vec<EngineView> = seen.map(|engine| registry.view(engine)).collect();
     engines.retain(|engine| filter.matches(engine));
     Ok(Json(Engines { engines }))
 }
 
 pub(crate) async fn register(
     Shared(state): Shared<State>,
+    Extension(writer): Extension<Writer>,
     Segments(engine_id): Segments<String>,
     request: Request,
 ) -> Result<(StatusCode, Json<EngineReceipt>), RouteError> {
     let body: RegisterBody = read_structured(request, state.limits.body_bound()).await?;
-    let receipt = state.proxy.register_engine(body.into_registration(engine_id.clone())).await?;
+    let receipt = state.proxy.register_engine(body.into_registration(engine_id.clone(), writer)).await?;
     let status = if receipt.created { StatusCode::CREATED } else { StatusCode::OK };
     let receipt = EngineReceipt {
         engine_id,
@@ -99,13 +104,14 @@ pub(crate) async fn register(
 
 pub(crate) async fn heartbeat(
     Shared(state): Shared<State>,
+    Extension(writer): Extension<Writer>,
     Segments(engine_id): Segments<String>,
     request: Request,
 ) -> Result<Json<HeartbeatReceipt>, RouteError> {
     let mut bound = state.limits.body_bound();
     bound.bytes = bound.bytes.min(HEARTBEAT_BYTES);
     let body: HeartbeatBody = read_structured(request, bound).await?;
-    let receipt = state.proxy.heartbeat(&engine_id, &body.into()).await?;
+    let receipt = state.proxy.heartbeat(&writer, &engine_id, &body.into()).await?;
     Ok(Json(HeartbeatReceipt {
         revision: receipt.revision,
         ttl_seconds: receipt.ttl.map(|ttl| ttl.as_secs_f64()),
@@ -115,9 +121,10 @@ pub(crate) async fn heartbeat(
 
 pub(crate) async fn remove(
     Shared(proxy): Shared<Proxy>,
+    Extension(writer): Extension<Writer>,
     Segments(engine_id): Segments<String>,
 ) -> Result<StatusCode, RouteError> {
-    if proxy.remove_engine(&engine_id).await? {
+    if proxy.remove_engine(&writer, &engine_id).await? {
         Ok(StatusCode::NO_CONTENT)
     } else {
         Err(RouteError::UnknownEngine { engine_id })
@@ -127,6 +134,7 @@ pub(crate) async fn remove(
 /// One engine: for people whatever state it is in, for peers with the payloads once it serves.
 pub(crate) async fn engine(
     Shared(proxy): Shared<Proxy>,
+    Extension(reader): Extension<Writer>,
     Segments(engine_id): Segments<String>,
     Params(patience): Params<headers::Patience>,
     request_headers: HeaderMap,
@@ -134,7 +142,10 @@ pub(crate) async fn engine(
     let registry = proxy.registry();
     // The default is the other way round than for a rank, whose payload is all that it is.
     let mut response = if accept::asks_for_msgpack(&request_headers) && !prefers_json(&request_headers) {
-        let look = |registry: &Registry| registry.look_up_engine(&engine_id);
+        let look = |registry: &Registry| {
+            registry.check_reader(&reader, &engine_id)?;
+            registry.look_up_engine(&engine_id)
+        };
         let found = registry.look_within(patience.wait()?, look).await;
         let record = found.map_err(|missing| match missing {
             Missing::Unknown => RouteError::UnknownEngine { engine_id: engine_id.clone() },
@@ -149,7 +160,8 @@ pub(crate) async fn engine(
         response
     } else {
         patience.wait()?;
-        let record = registry.engine(&engine_id).ok_or(RouteError::UnknownEngine { engine_id })?;
+        let record = registry.engine(&engine_id).filter(|engine| reader.sees_engine(engine));
+        let record = record.ok_or(RouteError::UnknownEngine { engine_id })?;
         Json(registry.view(&record)).into_response()
     };
     response.headers_mut().insert(VARY, HeaderValue::from_static("accept"));

@@ -3,18 +3,24 @@
 
 mod faults;
 mod layers;
+mod security;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use kvbaton_proxy::{
-    HandOffPolicy, Limits, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, Settings,
+    HandOffPolicy, Limits, Nixl, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, Settings,
     SideChannelSettings, StoreSettings, Streaming, Timeouts,
 };
 use serde::{Deserialize, Serialize};
 
 pub use faults::{ConfigFault, ConfigFaults, Source};
 pub use layers::{Flags, load};
+pub(crate) use security::check_key;
+pub use security::{
+    Admin, ClientAuth, Connections, Cors, Credential, CredentialRole, EngineTls, Key, Registry, Secrets, Tls,
+    secret_files,
+};
 
 /// Longest duration of any setting; also keeps deadlines within what clocks can hold.
 const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
@@ -31,8 +37,27 @@ pub struct Config {
     pub decode: Vec<PeerSpec>,
     /// The simulated fleet that the program can start by itself.
     pub fleet: Fleet,
+    /// TLS of that listener.
+    pub tls: Tls,
     /// The operators' endpoints.
     pub admin: Admin,
+    /// The engines' endpoints.
+    pub registry: Registry,
+    /// Operators and engines, beyond the tokens of `admin` and `registry`.
+    pub credentials: Vec<Credential>,
+    /// Clients; without any, whoever reaches the public listener is one.
+    pub keys: Vec<Key>,
+    /// A TOML file with more `[[keys]]`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub keys_file: Option<std::path::PathBuf>,
+    /// Pages of other origins.
+    pub cors: Cors,
+    /// Bounds on clients' connections.
+    pub connections: Connections,
+    /// TLS to engines.
+    pub engine_tls: EngineTls,
+    /// Files with secrets.
+    pub secrets: Secrets,
     /// Log output.
     pub log: Log,
     /// Leaving in order.
@@ -55,6 +80,8 @@ pub struct Config {
     pub store: StoreSettings,
     /// How answers are streamed.
     pub stream: Streaming,
+    /// The NIXL library.
+    pub nixl: Nixl,
 }
 
 impl Default for Config {
@@ -64,7 +91,16 @@ impl Default for Config {
             prefill: Vec::new(),
             decode: Vec::new(),
             fleet: Fleet::default(),
+            tls: Tls::default(),
             admin: Admin::default(),
+            registry: Registry::default(),
+            credentials: Vec::new(),
+            keys: Vec::new(),
+            keys_file: None,
+            cors: Cors::default(),
+            connections: Connections::default(),
+            engine_tls: EngineTls::default(),
+            secrets: Secrets::default(),
             log: Log::default(),
             shutdown: Shutdown::default(),
             timeouts: Timeouts::default(),
@@ -76,6 +112,7 @@ impl Default for Config {
             limits: Limits::default(),
             store: StoreSettings::default(),
             stream: Streaming::default(),
+            nixl: Nixl::default(),
         }
     }
 }
@@ -110,15 +147,6 @@ pub enum Embedded {
     Always,
     /// Never; engines come through the settings or `/admin/peers`.
     Never,
-}
-
-/// Who may use the operators' endpoints and the registry.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Admin {
-    /// With a token, whoever presents it; without one, clients on this host.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub token: Option<String>,
 }
 
 /// Log output.
@@ -178,7 +206,9 @@ impl Config {
             retry: self.retry.clone(),
             limits: self.limits.clone(),
             store: self.store.clone(),
+            engine_tls: kvbaton_proxy::EngineTls::default(),
             stream: self.stream.clone(),
+            nixl: self.nixl.clone(),
         }
     }
 
@@ -244,6 +274,9 @@ impl Config {
         if self.probe.patience == 0 {
             wrong("probe.patience", "must not be zero".into(), "the default is 3");
         }
+        if !self.nixl.is_version_readable() {
+            wrong("nixl.version", "is not a NIXL version".into(), "such as \"1.5.1\"");
+        }
         if self.side_channel.front.enabled && self.side_channel.front.host().is_none() {
             wrong(
                 "side_channel.front.advertise",
@@ -271,9 +304,7 @@ impl Config {
                 "settling is part of the whole budget",
             );
         }
-        if let Some(Err(error)) = self.admin.token.as_deref().map(kvbaton_routes::AdminToken::new) {
-            wrong("admin.token", error.to_string(), "leave it out to allow only clients on this host");
-        }
+        security::check(self, &mut wrong);
         if self.embeds_fleet() && (self.fleet.prefill == 0 || self.fleet.decode == 0) {
             wrong("fleet", "needs at least one engine of each role".into(), "set both counts to 1 or more");
         }
@@ -299,6 +330,8 @@ impl Config {
                         PeerSpecError::SideChannelAddress => "such as \"10.0.0.5:5600\"",
                         PeerSpecError::Size => "leave out what is not known",
                         PeerSpecError::Lease => "the engine's own setting, 30s unless it was changed",
+                        PeerSpecError::Notify => "move notify to the prefill engine",
+                        PeerSpecError::NixlVersion { .. } => "what `pip show nixl` says there",
                         PeerSpecError::Name { .. } | PeerSpecError::Exists { .. } => "such as \"p1\"",
                     };
                     wrong(&key, error.to_string(), hint);
@@ -328,7 +361,7 @@ mod tests {
         config.timeouts.connect = Duration::ZERO;
         config.admin.token = Some(" ".into());
         config.prefill =
-            vec![PeerSpec::new(Role::Prefill, "https://x"), PeerSpec::new(Role::Decode, "http://y")];
+            vec![PeerSpec::new(Role::Prefill, "ftp://x"), PeerSpec::new(Role::Decode, "http://y")];
         let faults = config.validate().unwrap_err();
         let keys: Vec<&str> = faults.0.iter().map(|fault| fault.key.as_str()).collect();
         assert_eq!(keys, ["timeouts.connect", "admin.token", "prefill[0]", "prefill[1]"]);

@@ -4,12 +4,13 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use engine_sim::{Engine, EngineConfig};
-use kvbaton_proxy::Role;
+use kvbaton_proxy::{ModelScope, Role};
+use kvbaton_routes::{Credential, Duty, SecretDigest};
 use tokio::net::TcpListener;
 use url::Url;
 
-use crate::StartError;
 use crate::config::Config;
+use crate::{SecretsError, StartError};
 
 /// One engine of the embedded fleet.
 pub struct EmbeddedEngine {
@@ -19,8 +20,25 @@ pub struct EmbeddedEngine {
     pub engine: Engine,
 }
 
+/// What the engines present to the registry where one has to.
+pub(crate) fn credential(token: &str) -> Result<Credential, SecretsError> {
+    let name = "embedded fleet";
+    let setting = |error| SecretsError::Setting { place: name.to_owned(), error };
+    Ok(Credential {
+        name: name.into(),
+        duty: Duty::Engine,
+        secrets: vec![SecretDigest::of(token).map_err(setting)?],
+        certificates: Vec::new(),
+        models: ModelScope::All,
+    })
+}
+
 /// Starts the engines; they fetch each other's handshake from the registry at `router`.
-pub(crate) async fn start(config: &Config, router: SocketAddr) -> Result<Vec<EmbeddedEngine>, StartError> {
+pub(crate) async fn start(
+    config: &Config,
+    router: SocketAddr,
+    token: &str,
+) -> Result<Vec<EmbeddedEngine>, StartError> {
     let registry = registry_url(router);
     let mut engines = Vec::new();
     let roles = std::iter::repeat_n(Role::Prefill, config.fleet.prefill)
@@ -35,7 +53,7 @@ pub(crate) async fn start(config: &Config, router: SocketAddr) -> Result<Vec<Emb
             },
             model: config.fleet.model.clone(),
             registry: registry.clone(),
-            registry_token: config.admin.token.clone(),
+            registry_token: Some(token.to_owned()),
             ..EngineConfig::default()
         };
         engines.push(EmbeddedEngine { role, engine: engine_sim::spawn(engine, listener).await? });

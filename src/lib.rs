@@ -4,22 +4,30 @@
 pub mod cli;
 pub mod config;
 mod fleet;
+mod listeners;
+mod secrets;
 mod server;
 pub mod shutdown;
 pub mod telemetry;
+mod tls;
 
 use std::io;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvbaton_proxy::{PeerSpec, PeerSpecError, Proxy, Role};
-use kvbaton_routes::{Access, AdminToken, State, TokenError};
+use kvbaton_routes::{Cors, Origins, State};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use config::{Config, ConfigFaults};
 pub use fleet::EmbeddedEngine;
+use listeners::Listeners;
+use secrets::SecretStore;
+pub use secrets::SecretsError;
+pub use tls::{TlsError, TlsFault};
 
 /// How long before the end of the budget what still runs is told to end.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -41,20 +49,20 @@ pub enum StartError {
     /// A peer of the settings cannot be used.
     #[error("a configured engine cannot be used")]
     Peer(#[from] PeerSpecError),
-    /// The operators' token cannot be presented in a header.
+    /// A certificate, token or key cannot be used.
     #[error(transparent)]
-    Token(#[from] TokenError),
+    Secrets(#[from] SecretsError),
     /// A simulated engine of the embedded fleet did not start.
     #[error("an embedded engine did not start")]
     Engine(#[from] engine_sim::EngineError),
 }
 
 /// Everything bound and built, not yet serving.
-#[derive(Debug)]
 pub struct App {
     config: Config,
-    listener: TcpListener,
-    addr: SocketAddr,
+    listeners: Listeners,
+    secrets: SecretStore,
+    embedded_token: String,
 }
 
 impl Config {
@@ -74,17 +82,19 @@ impl Config {
     /// Settings are wrong or the listener has no address.
     pub async fn build_on(self, listener: TcpListener) -> Result<App, StartError> {
         self.validate()?;
-        let addr =
-            listener.local_addr().map_err(|source| StartError::Listen { addr: self.listen, source })?;
-        Ok(App { config: self, listener, addr })
+        let listeners = Listeners::bind(&self, listener).await?;
+        let embedded_token = secrets::random_secret();
+        let embedded = self.embeds_fleet().then(|| fleet::credential(&embedded_token)).transpose()?;
+        let secrets = SecretStore::load(&self, embedded, listeners.tls())?;
+        Ok(App { config: self, listeners, secrets, embedded_token })
     }
 }
 
 impl App {
-    /// The bound address.
+    /// The public listener's address.
     #[must_use]
     pub fn addr(&self) -> SocketAddr {
-        self.addr
+        self.listeners.public.addr
     }
 
     /// Starts serving, and the embedded fleet if the settings ask for one.
@@ -92,16 +102,20 @@ impl App {
     /// # Errors
     /// An engine of the settings cannot be used, or an embedded one did not start.
     pub async fn spawn(self) -> Result<Running, StartError> {
-        let Self { config, listener, addr } = self;
-        let access = match &config.admin.token {
-            None => Access::LoopbackOnly,
-            Some(token) => Access::Token(AdminToken::new(token)?),
-        };
+        let Self { config, listeners, secrets, embedded_token } = self;
+        let secrets = Arc::new(secrets);
         let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
-        let proxy = Proxy::start(config.core(), tasks.clone(), stop.clone());
+        let mut core = config.core();
+        core.engine_tls = secrets.engine_tls();
+        let proxy = Proxy::start(core, tasks.clone(), stop.clone());
         let state = State {
             proxy: proxy.clone(),
-            access,
+            access: secrets.access(),
+            cors: Cors {
+                // Validation has seen the list.
+                origins: Origins::new(&config.cors.origins).unwrap_or_default(),
+                max_age: config.cors.max_age,
+            },
             limits: kvbaton_routes::Limits {
                 body_bytes: config.limits.body_bytes,
                 payload_bytes: config.limits.payload_bytes,
@@ -109,34 +123,77 @@ impl App {
                 keep_alive: config.stream.keep_alive,
             },
         };
-        let server = server::serve(listener, kvbaton_routes::app(state), config.stream.half_close, &tasks);
+        let addrs = listeners.addrs();
+        let servers = listeners.serve(&state, &config.connections, config.stream.half_close, &tasks);
+        tasks.spawn({
+            let (secrets, stop) = (Arc::clone(&secrets), stop.clone());
+            async move { stop.run_until_cancelled(secrets.follow()).await.unwrap_or(()) }
+        });
         for spec in config.prefill.iter().chain(&config.decode).flat_map(PeerSpec::ranks) {
             proxy.add_peer(spec)?;
         }
-        let engines = if config.embeds_fleet() { fleet::start(&config, addr).await? } else { Vec::new() };
+        let engines = if config.embeds_fleet() {
+            fleet::start(&config, addrs.of_engines, &embedded_token).await?
+        } else {
+            Vec::new()
+        };
         for engine in &engines {
             proxy.add_peer(PeerSpec::new(engine.role, engine.engine.url()))?;
         }
-        Ok(Running { addr, engines, proxy, config, server, tasks, stop })
+        Ok(Running { addrs, engines, proxy, config, servers, secrets, tasks, stop })
     }
 }
 
 /// A serving program.
 pub struct Running {
-    addr: SocketAddr,
+    addrs: listeners::Addrs,
     engines: Vec<EmbeddedEngine>,
     proxy: Proxy,
     config: Config,
-    server: server::Server,
+    servers: Vec<server::Server>,
+    secrets: Arc<SecretStore>,
     tasks: TaskTracker,
     stop: CancellationToken,
 }
 
 impl Running {
-    /// The bound address.
+    /// The public listener's address.
     #[must_use]
     pub fn addr(&self) -> SocketAddr {
-        self.addr
+        self.addrs.public
+    }
+
+    /// The address of the operators' endpoints, if there are any.
+    #[must_use]
+    pub fn admin_addr(&self) -> Option<SocketAddr> {
+        self.addrs.of_operators
+    }
+
+    /// The address of the registry.
+    #[must_use]
+    pub fn registry_addr(&self) -> SocketAddr {
+        self.addrs.registry
+    }
+
+    /// Whether the public listener speaks TLS.
+    #[must_use]
+    pub fn is_secure(&self) -> bool {
+        self.config.tls.is_on()
+    }
+
+    /// Whether clients need an API key.
+    #[must_use]
+    pub fn needs_keys(&self) -> bool {
+        !self.config.keys.is_empty() || self.config.keys_file.is_some()
+    }
+
+    /// Reads the files with certificates, tokens and keys again; whether one had changed. Happens by
+    /// itself every `secrets.refresh`.
+    ///
+    /// # Errors
+    /// What cannot be used; everything stays as it was then.
+    pub async fn refresh_secrets(&self) -> Result<bool, SecretsError> {
+        self.secrets.refresh().await
     }
 
     /// The embedded engines, if there are any.
@@ -170,12 +227,17 @@ impl Running {
     /// Leaves in order: not ready, settle, no new connections, finish what runs. Returns whether
     /// everything ended within the limit.
     pub async fn drain(self) -> bool {
-        let Self { engines, proxy, config, server, tasks, stop, .. } = self;
+        let Self { engines, proxy, config, servers, tasks, stop, .. } = self;
         let deadline = tokio::time::Instant::now() + config.shutdown.limit;
         proxy.drain();
         tokio::time::sleep(config.shutdown.settle).await;
+        // The public one first: operators can look on while requests end.
+        let finish = async {
+            for server in servers {
+                server.finish().await;
+            }
+        };
         let finished = {
-            let finish = server.finish();
             tokio::pin!(finish);
             // What would be cut off is told so, and has its blocks freed.
             let last_words = deadline - LAST_WORDS.min(config.shutdown.limit / 4);

@@ -1,8 +1,10 @@
-//! The HTTP listener: accepts, serves each connection as a tracked task, and ends in order.
+//! The HTTP listeners: accept within bounds, shake hands, serve each connection as a tracked task, and
+//! end in order.
 
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -14,14 +16,16 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use kvbaton_routes::CertificateNames;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio_util::task::TaskTracker;
 use tower::ServiceExt as _;
 
-/// How long a client may take to send a request's head, and a kept connection may be idle.
-const HEAD_DEADLINE: Duration = Duration::from_secs(60);
+use crate::config::Connections;
+use crate::tls::{self, ServerTls};
 
 /// Pause after an accept that failed for want of file descriptors or memory.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -49,21 +53,89 @@ impl Server {
     }
 }
 
+/// What all connections of one listener share.
+struct Shared {
+    app: Router,
+    tls: Option<Arc<ServerTls>>,
+    bounds: Connections,
+    half_close: bool,
+    open: parking_lot::Mutex<Open>,
+}
+
+/// The connections that are open now.
+#[derive(Default)]
+struct Open {
+    all: usize,
+    by_address: HashMap<IpAddr, usize>,
+    /// Said once, until there is room again.
+    full: bool,
+}
+
+/// One open connection's place; free when dropped.
+struct Place {
+    shared: Arc<Shared>,
+    address: IpAddr,
+}
+
+impl Shared {
+    fn enter(self: &Arc<Self>, address: IpAddr) -> Option<Place> {
+        let mut open = self.open.lock();
+        let of_address = open.by_address.get(&address).copied().unwrap_or(0);
+        let per_address = self.bounds.per_address;
+        if per_address > 0 && of_address >= per_address {
+            tracing::debug!("a client has too many connections");
+            return None;
+        }
+        if open.all >= self.bounds.most {
+            if !std::mem::replace(&mut open.full, true) {
+                tracing::warn!(most = self.bounds.most, "too many connections, further ones are closed");
+            }
+            return None;
+        }
+        open.all += 1;
+        if per_address > 0 {
+            open.by_address.insert(address, of_address + 1);
+        }
+        Some(Place { shared: Arc::clone(self), address })
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut open = self.shared.open.lock();
+        open.all -= 1;
+        open.full = false;
+        if let Some(count) = open.by_address.get_mut(&self.address) {
+            *count -= 1;
+            if *count == 0 {
+                open.by_address.remove(&self.address);
+            }
+        }
+    }
+}
+
 /// Serves `app` on `listener` until [`Server::finish`]. HTTP/1 only: that is what OpenAI's clients and
 /// reverse proxies speak, and it lets a silent connection be told from a slow one.
 ///
 /// With `half_close`, a client that has closed its sending side still gets its answer.
-pub(crate) fn serve(listener: TcpListener, app: Router, half_close: bool, tasks: &TaskTracker) -> Server {
+pub(crate) fn serve(
+    listener: TcpListener,
+    app: Router,
+    tls: Option<Arc<ServerTls>>,
+    bounds: Connections,
+    half_close: bool,
+    tasks: &TaskTracker,
+) -> Server {
     let (accepting, stopping) = watch::channel(true);
     let connections = TaskTracker::new();
-    let done = tasks.spawn(accept(listener, app, half_close, connections.clone(), stopping));
+    let shared = Arc::new(Shared { app, tls, bounds, half_close, open: parking_lot::Mutex::default() });
+    let done = tasks.spawn(accept(listener, shared, connections.clone(), stopping));
     Server { accepting, done, connections }
 }
 
 async fn accept(
     listener: TcpListener,
-    app: Router,
-    half_close: bool,
+    shared: Arc<Shared>,
     connections: TaskTracker,
     mut stopping: watch::Receiver<bool>,
 ) {
@@ -74,7 +146,9 @@ async fn accept(
         };
         match accepted {
             Ok((stream, client)) => {
-                connections.spawn(connection(stream, client, app.clone(), half_close, stopping.clone()));
+                if let Some(place) = shared.enter(client.ip().to_canonical()) {
+                    connections.spawn(connection(stream, client, place, stopping.clone()));
+                }
             }
             Err(error) if is_of_one_connection(&error) => {}
             Err(error) => {
@@ -89,18 +163,44 @@ async fn accept(
 async fn connection(
     stream: TcpStream,
     client: SocketAddr,
-    app: Router,
-    half_close: bool,
+    place: Place,
     mut stopping: watch::Receiver<bool>,
 ) {
+    let shared = Arc::clone(&place.shared);
     // Without it a token waits for the client's delayed acknowledgement of the one before.
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "no TCP_NODELAY");
     }
+    let Some(tls) = &shared.tls else {
+        return answer(stream, &shared, client, None, stopping).await;
+    };
+    let shaking = tokio::time::timeout(shared.bounds.handshake, tls.accept(stream));
+    let shaken = tokio::select! {
+        shaken = shaking => shaken,
+        _ = stopping.changed() => return,
+    };
+    match shaken {
+        Ok(Ok(stream)) => {
+            let names = tls::names(&stream);
+            answer(stream, &shared, client, names, stopping).await;
+        }
+        Ok(Err(error)) => tracing::debug!(%error, "a client's TLS handshake failed"),
+        Err(_) => tracing::debug!("a client's TLS handshake took too long"),
+    }
+}
+
+/// Answers the requests of one connection.
+async fn answer(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    shared: &Shared,
+    client: SocketAddr,
+    names: Option<CertificateNames>,
+    mut stopping: watch::Receiver<bool>,
+) {
     let asked = Arc::new(AtomicBool::new(false));
-    let service = service(&app, client, Arc::clone(&asked));
+    let service = service(&shared.app, client, names, Arc::clone(&asked));
     let mut builder = http1::Builder::new();
-    builder.timer(TokioTimer::new()).header_read_timeout(HEAD_DEADLINE).half_close(half_close);
+    builder.timer(TokioTimer::new()).header_read_timeout(shared.bounds.head).half_close(shared.half_close);
     let serving = builder.serve_connection(TokioIo::new(stream), TowerToHyperService::new(service));
     tokio::pin!(serving);
     let ended = tokio::select! {
@@ -132,6 +232,7 @@ async fn connection(
 fn service(
     app: &Router,
     client: SocketAddr,
+    names: Option<CertificateNames>,
     asked: Arc<AtomicBool>,
 ) -> impl tower::Service<
     http::Request<Incoming>,
@@ -144,6 +245,9 @@ fn service(
     tower::service_fn(move |mut request: http::Request<Incoming>| {
         asked.store(true, Ordering::Relaxed);
         request.extensions_mut().insert(ConnectInfo(client));
+        if let Some(names) = names.clone() {
+            request.extensions_mut().insert(names);
+        }
         app.clone().oneshot(request.map(Body::new))
     })
 }

@@ -1,12 +1,12 @@
 //! One rank's payload: the bytes that an engine put are the bytes that every engine gets; people
 //! may ask for JSON instead.
 
-use axum::Json;
 use axum::extract::{Request, State as Shared};
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 use http::StatusCode;
 use http::header::{CONTENT_TYPE, HeaderMap, HeaderValue, VARY};
-use kvbaton_proxy::{Missing, Proxy, Registered, Registry};
+use kvbaton_proxy::{Missing, Proxy, Registered, Registry, Writer};
 use serde::Serialize;
 
 use super::accept::{MSGPACK, has_tag, prefers_json};
@@ -54,6 +54,7 @@ impl Rank {
 
 pub(crate) async fn register_rank(
     Shared(state): Shared<State>,
+    Extension(writer): Extension<Writer>,
     Segments(segments): Segments<(String, String, String)>,
     request: Request,
 ) -> Result<(StatusCode, Json<Receipt>), RouteError> {
@@ -62,7 +63,7 @@ pub(crate) async fn register_rank(
     check_media_type(&parts.headers, MSGPACK)?;
     check_not_encoded(&parts.headers)?;
     let payload = read_body(&parts.headers, body, state.limits.payload_bound()).await?;
-    let registered = state.proxy.put_rank(&engine_id, (pp_rank, tp_rank), payload).await?;
+    let registered = state.proxy.put_rank(&writer, &engine_id, (pp_rank, tp_rank), payload).await?;
     let (status, result) = match registered {
         Registered::Created => (StatusCode::CREATED, "created"),
         Registered::Replaced => (StatusCode::OK, "replaced"),
@@ -73,13 +74,17 @@ pub(crate) async fn register_rank(
 
 pub(crate) async fn look_up(
     Shared(proxy): Shared<Proxy>,
+    Extension(reader): Extension<Writer>,
     Segments(segments): Segments<(String, String, String)>,
     Params(patience): Params<Patience>,
     headers: HeaderMap,
 ) -> Result<Response, RouteError> {
     let rank = Rank::parse(segments)?;
     let registry = proxy.registry();
-    let look = |registry: &Registry| registry.look_up(&rank.engine_id, rank.pp_rank, rank.tp_rank);
+    let look = |registry: &Registry| {
+        registry.check_reader(&reader, &rank.engine_id)?;
+        registry.look_up(&rank.engine_id, rank.pp_rank, rank.tp_rank)
+    };
     let found = match registry.look_within(patience.wait()?, look).await {
         Ok(found) => found,
         Err(missing) => return Err(rank.missing(missing)),

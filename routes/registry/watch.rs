@@ -5,13 +5,14 @@ use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::time::Duration;
 
+use axum::Extension;
 use axum::extract::State as Shared;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_util::stream;
 use http::HeaderMap;
 use http::header::{HeaderName, HeaderValue};
-use kvbaton_proxy::{EngineSummary, Proxy, RegistrySnapshot, Watched, Watcher};
+use kvbaton_proxy::{EngineSummary, Proxy, Registry, RegistrySnapshot, Sight, Watched, Watcher, Writer};
 use serde::{Deserialize, Serialize};
 
 use crate::error::RouteError;
@@ -40,11 +41,14 @@ struct Reset {
 
 struct Feed {
     watcher: Watcher,
+    reader: Writer,
+    registry: Registry,
     pending: VecDeque<Event>,
 }
 
 pub(crate) async fn watch(
     Shared(proxy): Shared<Proxy>,
+    Extension(reader): Extension<Writer>,
     Params(Since { since }): Params<Since>,
     headers: HeaderMap,
 ) -> Result<Response, RouteError> {
@@ -54,7 +58,8 @@ pub(crate) async fn watch(
         .get(LAST_EVENT_ID)
         .map(|value| value.to_str().ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0));
     let watcher = proxy.registry().watch(resumed.or(since))?;
-    let feed = Feed { watcher, pending: VecDeque::new() };
+    let registry = proxy.registry().clone();
+    let feed = Feed { watcher, reader, registry, pending: VecDeque::new() };
     let events = stream::unfold(feed, |mut feed| async {
         let event = feed.next().await?;
         Some((Ok::<_, Infallible>(event), feed))
@@ -66,12 +71,24 @@ pub(crate) async fn watch(
 
 impl Feed {
     async fn next(&mut self) -> Option<Event> {
-        if self.pending.is_empty() {
+        while self.pending.is_empty() {
             match self.watcher.next().await? {
-                Watched::Reset(snapshot) => self.pending.push_back(reset(&snapshot)?),
+                Watched::Reset(snapshot) => self.pending.push_back(reset(&self.reader, &snapshot)?),
                 Watched::Changes(changes) => {
                     for change in &changes {
-                        self.pending.push_back(event(change.kind.label(), change.revision, &**change)?);
+                        match self.reader.sees_change(change) {
+                            Sight::Hidden => {}
+                            Sight::Shown => {
+                                let kind = change.kind.label();
+                                self.pending.push_back(event(kind, change.revision, &**change)?);
+                            }
+                            // How it left is not the reader's to know: what is left tells enough.
+                            Sight::Lost => {
+                                let mut now = RegistrySnapshot::clone(&self.registry.snapshot());
+                                now.revision = change.revision;
+                                self.pending.push_back(reset(&self.reader, &now)?);
+                            }
+                        }
                     }
                 }
             }
@@ -80,8 +97,13 @@ impl Feed {
     }
 }
 
-fn reset(snapshot: &RegistrySnapshot) -> Option<Event> {
-    let engines = snapshot.engines.values().map(|engine| engine.summary()).collect();
+fn reset(reader: &Writer, snapshot: &RegistrySnapshot) -> Option<Event> {
+    let engines = snapshot
+        .engines
+        .values()
+        .filter(|engine| reader.sees_engine(engine))
+        .map(|engine| engine.summary())
+        .collect();
     event("reset", snapshot.revision, &Reset { revision: snapshot.revision, engines })
 }
 

@@ -10,7 +10,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use kvbaton_proxy::{
     AboutEngine, ClockReading, Echo, EngineRole, EngineState, EngineTraits, EngineView, Heartbeat,
-    RankPayload, Registration, TransferMode,
+    RankPayload, Registration, TransferMode, Writer,
 };
 use serde::de::{self, DeserializeOwned, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
@@ -86,7 +86,7 @@ struct RankBody {
 }
 
 impl RegisterBody {
-    pub(super) fn into_registration(self, engine_id: String) -> Registration {
+    pub(super) fn into_registration(self, engine_id: String, writer: Writer) -> Registration {
         let rank = |RankBody { pp_rank, tp_rank, payload: Payload(payload) }| RankPayload {
             pp_rank,
             tp_rank,
@@ -94,6 +94,7 @@ impl RegisterBody {
         };
         Registration {
             engine_id,
+            writer,
             base_url: self.base_url,
             role: self.role,
             model: self.model,

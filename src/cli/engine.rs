@@ -32,7 +32,7 @@ pub(super) struct EngineArgs {
     /// registry.
     #[arg(long, value_name = "ADDR")]
     side_channel: Option<SocketAddr>,
-    /// The router's operator token, if it has one.
+    /// A token for the router's registry, if it asks for one.
     #[arg(long, value_name = "TOKEN", env = "ENGINE_REGISTRY_TOKEN", hide_env_values = true)]
     registry_token: Option<String>,
     /// Name of the model that it serves.

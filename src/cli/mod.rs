@@ -1,6 +1,7 @@
 //! The command line: one file per subcommand; `serve` is the default.
 
 mod engine;
+mod key;
 mod serve;
 
 use std::io::Write as _;
@@ -26,6 +27,8 @@ enum Command {
     Serve(ServeArgs),
     /// Run one simulated engine.
     Engine(Box<engine::EngineArgs>),
+    /// Make API keys and tokens.
+    Key(key::KeyArgs),
 }
 
 #[derive(Debug, Args)]
@@ -76,6 +79,7 @@ pub fn run(cli: Cli) -> ExitCode {
         None => serve::run(cli.serve.into()),
         Some(Command::Serve(args)) => serve::run(args.into()),
         Some(Command::Engine(args)) => engine::run(*args),
+        Some(Command::Key(args)) => key::run(&args),
     };
     match result {
         Ok(code) => code,
@@ -89,7 +93,7 @@ pub fn run(cli: Cli) -> ExitCode {
 }
 
 fn is_usage(error: &crate::StartError) -> bool {
-    matches!(error, crate::StartError::Config(_) | crate::StartError::Peer(_) | crate::StartError::Token(_))
+    matches!(error, crate::StartError::Config(_) | crate::StartError::Peer(_) | crate::StartError::Secrets(_))
 }
 
 fn say_error(error: &anyhow::Error) {

@@ -61,7 +61,8 @@ async fn second(signals: &mut Signals) -> &'static str {
 /// What is bound, and one line to try.
 fn announcement(running: &Running) -> String {
     let addr = running.addr();
-    let mut text = format!("kvbaton listens on http://{addr}\n");
+    let scheme = if running.is_secure() { "https" } else { "http" };
+    let mut text = format!("kvbaton listens on {scheme}://{addr}\n");
     for embedded in running.engines() {
         let role = match embedded.role {
             Role::Prefill => "prefill",
@@ -73,11 +74,18 @@ fn announcement(running: &Running) -> String {
     if running.engines().is_empty() {
         let _ = writeln!(text, "  {prefill} prefill and {decode} decode engine(s) configured");
     }
+    if let Some(admin) = running.admin_addr().filter(|admin| *admin != addr) {
+        let _ = writeln!(text, "  operators' endpoints on {admin}");
+    }
+    if running.registry_addr() != addr {
+        let _ = writeln!(text, "  registry on {}", running.registry_addr());
+    }
+    let key = if running.needs_keys() { " -H 'Authorization: Bearer KEY'" } else { "" };
     let models = running.proxy().models();
     let model = models.ids().first().map_or("MODEL", String::as_str);
     let _ = writeln!(
         text,
-        "Try:\n  curl http://{addr}/v1/completions -H 'Content-Type: application/json' \
+        "Try:\n  curl {scheme}://{addr}/v1/completions{key} -H 'Content-Type: application/json' \
          -d '{{\"model\":\"{model}\",\"prompt\":\"Once upon a time\",\"max_tokens\":24}}'"
     );
     text

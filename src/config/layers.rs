@@ -13,6 +13,9 @@ use super::{Config, ConfigFault, ConfigFaults, Source};
 /// The prefix of the environment's settings; levels are joined by two underscores.
 const ENV_PREFIX: &str = "KVBATON_";
 
+/// The lists of engines, whose names are their roles.
+const PEER_LISTS: [&str; 2] = ["prefill", "decode"];
+
 /// The settings that have a flag of their own.
 #[derive(Clone, Debug, Default)]
 pub struct Flags {
@@ -90,17 +93,20 @@ fn schema() -> Table {
     peer.lease = Some(std::time::Duration::from_secs(1));
     (peer.dp_rank, peer.dp_split) = (Some(0), true);
     peer.hand_offs = Some(vec![kvbaton_proxy::Endpoint::Completions]);
+    peer.nixl_version = Some("1.5.1".into());
     let mut sample = Config { prefill: vec![peer.clone()], decode: vec![peer], ..Config::default() };
-    sample.admin.token = Some("token".into());
     sample.store.user = Some("user".into());
     sample.store.password = Some("password".into());
     for file in [&mut sample.store.ca, &mut sample.store.cert, &mut sample.store.key] {
         *file = Some("file.pem".into());
     }
+    sample.nixl.library = Some("libnixl_capi.so".into());
+    sample.nixl.version = Some("1.5.1".into());
+    super::security::sample(&mut sample);
     sample.side_channel.front.advertise = Some("host".into());
     sample.hand_off.registry_address = "host:1".parse().ok();
     let mut table = Table::try_from(sample).unwrap_or_default();
-    for list in ["prefill", "decode"] {
+    for list in PEER_LISTS {
         if let Some(Value::Array(peers)) = table.get_mut(list) {
             for peer in peers.iter_mut().filter_map(Value::as_table_mut) {
                 // The list says the role; the token is never written out.
@@ -185,17 +191,18 @@ fn typed(text: &str, like: Option<&Value>) -> Value {
         Some(Value::Float(_)) => text.parse().map_or_else(|_| as_text(), Value::Float),
         Some(Value::Boolean(_)) => text.parse().map_or_else(|_| as_text(), Value::Boolean),
         Some(Value::Array(sample)) => {
-            let urls = text.split(',').map(str::trim).filter(|url| !url.is_empty());
-            let item =
-                |url: &str| if is_peers(sample) { peer_table(url) } else { Value::String(url.to_owned()) };
-            Value::Array(urls.map(item).collect())
+            let items = text.split(',').map(str::trim).filter(|item| !item.is_empty());
+            Value::Array(
+                items.map(|item| if of_texts(sample) { item.into() } else { peer_table(item) }).collect(),
+            )
         }
         _ => as_text(),
     }
 }
 
-fn is_peers(sample: &[Value]) -> bool {
-    sample.first().is_some_and(Value::is_table)
+/// Whether a list is one of texts; the others are of tables.
+fn of_texts(sample: &[Value]) -> bool {
+    sample.first().is_some_and(Value::is_str)
 }
 
 fn peer_table(url: &str) -> Value {
@@ -213,7 +220,7 @@ fn set(table: &mut Table, path: &[String], value: Value) {
         [] => {}
         [last] => {
             let value = match value {
-                Value::Array(peers) => {
+                Value::Array(peers) if PEER_LISTS.contains(&last.as_str()) => {
                     Value::Array(peers.into_iter().map(|peer| with_role(last, peer)).collect())
                 }
                 value => value,
@@ -242,16 +249,36 @@ fn check(entry: &Entry, schema: &Table) -> Result<(), Vec<ConfigFault>> {
     let key = entry.path.join(".");
     match lookup(schema, &entry.path) {
         None => faults.push(unknown(entry, &key, schema)),
-        Some(Value::Array(sample)) if is_peers(sample) => check_peers(entry, &key, sample, &mut faults),
-        Some(_) => {
+        Some(Value::Array(sample)) if PEER_LISTS.contains(&key.as_str()) => {
+            check_peers(entry, &key, sample, &mut faults);
+        }
+        Some(like) => {
+            if let (Value::Array(sample), Value::Array(items)) = (like, &entry.value) {
+                check_members(entry, &key, sample, items, &mut faults);
+            }
             let mut alone = Table::new();
             set(&mut alone, &entry.path, entry.value.clone());
-            if let Err(error) = Config::deserialize(Value::Table(alone)) {
+            if faults.is_empty()
+                && let Err(error) = Config::deserialize(Value::Table(alone))
+            {
                 faults.push(ConfigFault::new(entry.source.clone(), &key, said(&error), None));
             }
         }
     }
     if faults.is_empty() { Ok(()) } else { Err(faults) }
+}
+
+/// Names the unknown keys of a list's tables.
+fn check_members(entry: &Entry, key: &str, sample: &[Value], items: &[Value], faults: &mut Vec<ConfigFault>) {
+    let Some(known) = sample.first().and_then(Value::as_table) else { return };
+    for (position, item) in items.iter().enumerate() {
+        let names = item.as_table().into_iter().flat_map(Table::keys);
+        for name in names.filter(|name| !known.contains_key(*name)) {
+            let near = nearest(name, known.keys().map(String::as_str));
+            let place = format!("{key}[{position}].{name}");
+            faults.push(ConfigFault::new(entry.source.clone(), &place, "is no setting".into(), near));
+        }
+    }
 }
 
 fn check_peers(entry: &Entry, key: &str, sample: &[Value], faults: &mut Vec<ConfigFault>) {

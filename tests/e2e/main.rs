@@ -14,7 +14,9 @@
 mod abandon;
 mod admin;
 mod bad_input;
+mod credentials;
 mod engine_faults;
+mod fleet;
 mod handoff;
 mod injection;
 mod legs;
@@ -23,16 +25,22 @@ mod malformed_handoff;
 mod nixl;
 #[cfg(not(feature = "nixl"))]
 mod no_nixl;
+mod notify;
+#[cfg(feature = "nixl")]
+mod notify_vllm;
 mod program;
 mod registry;
 mod registry_v1;
 mod restart;
 mod retry;
 mod right_answers;
+mod secrecy;
 mod side_channel;
+mod smuggling;
 #[cfg(feature = "etcd")]
 mod store;
 mod stream;
 mod stream_bounds;
 mod stream_faults;
 mod support;
+mod tls;

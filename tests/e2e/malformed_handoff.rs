@@ -12,7 +12,7 @@ use crate::support::{
 };
 
 /// A hand-off as the cluster's prefill engine makes it, but for the blocks' numbers.
-fn sound(cluster: &Cluster, generation: Generation) -> Value {
+pub(crate) fn sound(cluster: &Cluster, generation: Generation) -> Value {
     let blocks: Vec<u64> = (1..=PROMPT.len().div_ceil(16) as u64).collect();
     let mut object = json!({
         "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [blocks],
@@ -259,7 +259,7 @@ async fn item_46_a_hand_off_of_an_engine_that_was_replaced_reaches_nobody() {
 
 #[tokio::test]
 async fn item_46_an_engine_that_is_only_not_registered_is_not_taken_for_gone() {
-    let cluster = Cluster::builder().warns(&["hand-off", "could release"]).start().await;
+    let cluster = Cluster::builder().may_warn(&["hand-off", "could release"]).start().await;
     let mut params = sound(&cluster, Generation::V14);
     params["remote_engine_id"] = json!("not-registered-yet");
     cluster.p().faults().arm(ArmedFault {

@@ -10,7 +10,8 @@ use serde_json::{Value, json};
 
 use crate::support::process::{counted, get, run};
 use crate::support::{CHAT, COMPLETIONS, PROMPT, chat, completion};
-use fleet::{Fleet, expected, installation};
+pub(crate) use fleet::installation;
+use fleet::{Fleet, expected};
 
 /// Bytes of one block in one region of a simulated engine.
 const BLOCK_BYTES: [(&str, f64); 2] = [("v14", 1024.0), ("v2", 512.0)];

@@ -249,3 +249,26 @@ fn help_names_every_subcommand_and_flag() {
         assert!(said.contains(word), "{word} is not in {said}");
     }
 }
+
+#[tokio::test]
+async fn a_key_that_the_program_made_opens_the_program() {
+    let made = run(&["key", "new", "--name", "team", "--model", "sim"], &[]);
+    assert!(made.status.success());
+    let text = String::from_utf8(made.stdout).unwrap();
+    let (key, entry) = text.split_once("\n\n").unwrap();
+    assert!(key.starts_with("sk-") && key.len() > 40 && !entry.contains(key), "{text}");
+    let file = std::env::temp_dir().join(format!("kvbaton-keys-{}.toml", std::process::id()));
+    std::fs::write(&file, entry).unwrap();
+    let env = [("KVBATON_LISTEN", "127.0.0.1:0"), ("KVBATON_KEYS_FILE", file.to_str().unwrap())];
+    let program = Program::start(&[], &env);
+    let base = program.url("listens on");
+    assert!(program.line("curl ").contains("Authorization: Bearer KEY"));
+    wait_ready(&base).await;
+    std::fs::remove_file(&file).unwrap();
+    let ask = async |key: &str| {
+        Answer::read(http().get(format!("{base}/v1/models")).header("authorization", format!("Bearer {key}")))
+            .await
+    };
+    assert_eq!(ask(key).await.json()["data"][0]["id"], "sim");
+    assert_eq!(ask(&key[1..]).await.status, 401);
+}

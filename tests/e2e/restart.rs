@@ -36,7 +36,7 @@ async fn known(addr: SocketAddr, engine_id: &str) -> Answer {
 
 #[tokio::test]
 async fn a_router_that_is_started_anew_learns_its_engines_from_their_signs_of_life() {
-    let log = Log::capture(Vec::new());
+    let log = Log::capture(Vec::new(), Vec::new());
     let listener = listen().await;
     let addr = listener.local_addr().unwrap();
     let first = router(listener).await;

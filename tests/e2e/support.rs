@@ -6,6 +6,7 @@ mod client;
 mod etcd;
 mod fake;
 mod log;
+mod pki;
 pub(crate) mod process;
 mod wire;
 
@@ -25,6 +26,7 @@ pub(crate) use client::{Answer, events, http as http_client, stream_text};
 pub(crate) use etcd::{Etcd, Gate as EtcdGate};
 pub(crate) use fake::{FakeEngine, Gate, Step, chunk, http_answer, sse_head};
 pub(crate) use log::Log;
+pub(crate) use pki::{Authority, Front, Identity, TlsWire};
 pub(crate) use wire::{End, Wire, request};
 
 pub(crate) const COMPLETIONS: &str = "/v1/completions";
@@ -42,7 +44,10 @@ pub(crate) struct Builder {
     config: Vec<Tune<Config>>,
     peers: Vec<PeerSpec>,
     warnings: Vec<&'static str>,
+    possible: Vec<&'static str>,
     wait: bool,
+    logs_all: bool,
+    front: Option<Front>,
 }
 
 impl Builder {
@@ -79,6 +84,24 @@ impl Builder {
         self
     }
 
+    /// Warnings that may come or not, depending on who is faster.
+    pub(crate) fn may_warn(mut self, texts: &[&'static str]) -> Self {
+        self.possible.extend(texts);
+        self
+    }
+
+    /// Keeps the whole log, for [`Cluster::log`].
+    pub(crate) fn logs_all(mut self) -> Self {
+        self.logs_all = true;
+        self
+    }
+
+    /// The router reaches the engines through TLS only.
+    pub(crate) fn behind(mut self, front: Front) -> Self {
+        self.front = Some(front);
+        self
+    }
+
     /// Does not wait for the router to be ready.
     pub(crate) fn unready(mut self) -> Self {
         self.wait = false;
@@ -86,7 +109,7 @@ impl Builder {
     }
 
     pub(crate) async fn start(self) -> Cluster {
-        let log = Log::capture(self.warnings);
+        let log = if self.logs_all { Log::capture_all } else { Log::capture }(self.warnings, self.possible);
         let router = listen().await;
         let addr = router.local_addr().unwrap();
         let mut config = Config { listen: addr, ..Config::default() };
@@ -105,7 +128,9 @@ impl Builder {
             .chain(std::iter::repeat_n(Role::Decode, self.decode))
         {
             let listener = listen().await;
-            let spec = PeerSpec::new(role, format!("http://{}", listener.local_addr().unwrap()));
+            let engine = listener.local_addr().unwrap();
+            let url = self.front.as_ref().map(|front| front.before(engine));
+            let spec = PeerSpec::new(role, url.unwrap_or_else(|| format!("http://{engine}")));
             match role {
                 Role::Prefill => config.prefill.push(spec),
                 Role::Decode => config.decode.push(spec),
@@ -126,7 +151,7 @@ impl Builder {
 
         let (mut prefill, mut decode) = (Vec::new(), Vec::new());
         for (role, listener) in waiting {
-            let mut engine = engine_config(addr);
+            let mut engine = engine_config(running.registry_addr());
             engine.registry_token = token.clone();
             engine.role = match role {
                 Role::Prefill => engine_sim::Role::Prefill,
@@ -142,7 +167,8 @@ impl Builder {
             }
         }
         let http = client::http();
-        let cluster = Cluster { running, addr, prefill, decode, http, token, log };
+        let _front = self.front;
+        let cluster = Cluster { running, addr, prefill, decode, http, token, log, _front };
         if self.wait {
             cluster.wait_ready().await;
             cluster.wait_registered().await;
@@ -160,6 +186,7 @@ pub(crate) struct Cluster {
     http: reqwest::Client,
     token: Option<String>,
     log: Log,
+    _front: Option<Front>,
 }
 
 impl Cluster {
@@ -171,7 +198,10 @@ impl Cluster {
             config: Vec::new(),
             peers: Vec::new(),
             warnings: Vec::new(),
+            possible: Vec::new(),
             wait: true,
+            logs_all: false,
+            front: None,
         }
     }
 
@@ -186,7 +216,29 @@ impl Cluster {
     }
 
     pub(crate) fn url(&self, path: &str) -> String {
-        format!("http://{}{path}", self.addr)
+        let addr = if path.starts_with("/registry") {
+            self.running.registry_addr()
+        } else if path.starts_with("/admin") || path == "/metrics" {
+            self.running.admin_addr().unwrap_or(self.addr)
+        } else {
+            self.addr
+        };
+        format!("http://{addr}{path}")
+    }
+
+    /// The program, for what it does not show over HTTP.
+    pub(crate) fn running(&self) -> &Running {
+        &self.running
+    }
+
+    /// Whether the router has warned of something.
+    pub(crate) fn log_has(&self, text: &str) -> bool {
+        self.log.lines().iter().any(|line| line.contains(text))
+    }
+
+    /// Everything that was logged so far.
+    pub(crate) fn log(&self) -> String {
+        self.log.whole()
     }
 
     pub(crate) async fn post(&self, path: &str, body: &Value) -> Answer {
@@ -326,6 +378,15 @@ impl Cluster {
     /// Ends everything and checks that no engine died and that the router warned of nothing else
     /// than the test expects.
     pub(crate) async fn finish(self) {
+        self.end().await.check();
+    }
+
+    /// As [`Cluster::finish`] where warnings are not what the test is about.
+    pub(crate) async fn finish_whatever_was_warned(self) {
+        self.end().await.forget();
+    }
+
+    async fn end(self) -> Log {
         let Self { running, prefill, decode, http, log, .. } = self;
         drop(http);
         assert!(running.drain().await, "the router did not end in time");
@@ -333,7 +394,7 @@ impl Cluster {
             assert!(!engine.stats().dead, "an engine died");
             engine.shutdown().await;
         }
-        log.check();
+        log
     }
 }
 

@@ -1,5 +1,5 @@
-//! Connections to engines that know how many answers they have carried, so that the end of a kept
-//! one can be told from the failure of a new one.
+//! Connections to engines, plain or TLS, that know how many answers they have carried, so that the
+//! end of a kept one can be told from the failure of a new one.
 
 use std::future::Future;
 use std::io;
@@ -7,13 +7,86 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::{Context, Poll};
+use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use http::Uri;
+use http::uri::Scheme;
 use hyper::rt::{Read, ReadBufCursor, Write};
 use hyper_util::client::legacy::connect::{Connected, Connection, HttpConnector};
 use hyper_util::rt::TokioIo;
+use rustls::pki_types::{InvalidDnsNameError, ServerName};
+use rustls::{ClientConfig, RootCertStore};
 use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
 use tower::Service;
+
+/// How TLS is spoken to engines; clones share it, and it can be exchanged while connections live.
+#[derive(Clone)]
+pub struct EngineTls(Arc<ArcSwap<ClientConfig>>);
+
+impl EngineTls {
+    /// Takes a configuration whose protocols must be HTTP/1.1 only.
+    #[must_use]
+    pub fn new(config: Arc<ClientConfig>) -> Self {
+        Self(Arc::new(ArcSwap::new(config)))
+    }
+
+    /// Exchanges the configuration; connections that are open stay as they are.
+    pub fn replace(&self, config: Arc<ClientConfig>) {
+        self.0.store(config);
+    }
+}
+
+impl Default for EngineTls {
+    /// Trusts the public authorities and shows no certificate.
+    fn default() -> Self {
+        let roots = public_authorities();
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let builder = ClientConfig::builder_with_provider(provider);
+        // It fails only for versions that the provider does not have; without any, no handshake succeeds.
+        let builder = builder.with_protocol_versions(rustls::ALL_VERSIONS);
+        let mut config = match builder {
+            Ok(builder) => builder.with_root_certificates(roots).with_no_client_auth(),
+            Err(_) => ClientConfig::builder().with_root_certificates(roots).with_no_client_auth(),
+        };
+        config.alpn_protocols = vec![b"http/1.1".to_vec()];
+        Self::new(Arc::new(config))
+    }
+}
+
+/// The authorities that browsers trust.
+#[must_use]
+pub fn public_authorities() -> RootCertStore {
+    RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.to_vec() }
+}
+
+impl std::fmt::Debug for EngineTls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("EngineTls(..)")
+    }
+}
+
+impl PartialEq for EngineTls {
+    /// Settings with other settings of TLS are made of other files, which are compared instead.
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+/// Why no connection to an engine could be made.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ConnectError {
+    #[error("no TCP connection")]
+    Tcp(#[source] <HttpConnector as Service<Uri>>::Error),
+    #[error("the host cannot be in a certificate")]
+    Name(#[from] InvalidDnsNameError),
+    #[error("no TLS session")]
+    Tls(#[source] io::Error),
+    #[error("the TLS handshake took too long")]
+    Slow,
+}
 
 /// The answers that one connection has carried; found in its answers' and errors' extensions.
 #[derive(Clone, Debug, Default)]
@@ -29,35 +102,70 @@ impl Uses {
     }
 }
 
-/// Connects as the inner connector does.
+/// Connects as the inner connector does, and shakes hands where the scheme says so.
 #[derive(Clone, Debug)]
-pub(crate) struct Counting(pub(crate) HttpConnector);
+pub(crate) struct Counting {
+    tcp: HttpConnector,
+    tls: EngineTls,
+    handshake: Duration,
+}
+
+impl Counting {
+    pub(crate) fn new(tcp: HttpConnector, tls: EngineTls, handshake: Duration) -> Self {
+        Self { tcp, tls, handshake }
+    }
+}
 
 impl Service<Uri> for Counting {
     type Response = Counted;
-    type Error = <HttpConnector as Service<Uri>>::Error;
-    type Future = Pin<Box<dyn Future<Output = Result<Counted, Self::Error>> + Send>>;
+    type Error = ConnectError;
+    type Future = Pin<Box<dyn Future<Output = Result<Counted, ConnectError>> + Send>>;
 
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
-        self.0.poll_ready(context)
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), ConnectError>> {
+        self.tcp.poll_ready(context).map_err(ConnectError::Tcp)
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
-        let connecting = self.0.call(uri);
-        Box::pin(async move { Ok(Counted { stream: connecting.await?, uses: Uses::default() }) })
+        let secure = uri.scheme() == Some(&Scheme::HTTPS);
+        let host = uri.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']').to_owned();
+        let (tls, handshake) = (self.tls.clone(), self.handshake);
+        let connecting = self.tcp.call(uri);
+        Box::pin(async move {
+            let tcp = connecting.await.map_err(ConnectError::Tcp)?;
+            let stream = if secure {
+                let connector = TlsConnector::from(tls.0.load_full());
+                let shaking = connector.connect(ServerName::try_from(host)?, tcp.into_inner());
+                let shaken =
+                    tokio::time::timeout(handshake, shaking).await.map_err(|_| ConnectError::Slow)?;
+                Stream::Tls(Box::new(TokioIo::new(shaken.map_err(ConnectError::Tls)?)))
+            } else {
+                Stream::Plain(tcp)
+            };
+            Ok(Counted { stream, uses: Uses::default() })
+        })
     }
+}
+
+#[derive(Debug)]
+enum Stream {
+    Plain(TokioIo<TcpStream>),
+    Tls(Box<TokioIo<TlsStream<TcpStream>>>),
 }
 
 /// A connection with its count.
 #[derive(Debug)]
 pub(crate) struct Counted {
-    stream: TokioIo<TcpStream>,
+    stream: Stream,
     uses: Uses,
 }
 
 impl Connection for Counted {
     fn connected(&self) -> Connected {
-        self.stream.connected().extra(self.uses.clone())
+        let connected = match &self.stream {
+            Stream::Plain(stream) => stream.connected(),
+            Stream::Tls(stream) => stream.inner().get_ref().0.connected(),
+        };
+        connected.extra(self.uses.clone())
     }
 }
 
@@ -67,7 +175,10 @@ impl Read for Counted {
         context: &mut Context<'_>,
         buffer: ReadBufCursor<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(context, buffer)
+        match &mut self.stream {
+            Stream::Plain(stream) => Pin::new(stream).poll_read(context, buffer),
+            Stream::Tls(stream) => Pin::new(stream).poll_read(context, buffer),
+        }
     }
 }
 
@@ -77,19 +188,31 @@ impl Write for Counted {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, bytes)
+        match &mut self.stream {
+            Stream::Plain(stream) => Pin::new(stream).poll_write(context, bytes),
+            Stream::Tls(stream) => Pin::new(stream).poll_write(context, bytes),
+        }
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(context)
+        match &mut self.stream {
+            Stream::Plain(stream) => Pin::new(stream).poll_flush(context),
+            Stream::Tls(stream) => Pin::new(stream).poll_flush(context),
+        }
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
+        match &mut self.stream {
+            Stream::Plain(stream) => Pin::new(stream).poll_shutdown(context),
+            Stream::Tls(stream) => Pin::new(stream).poll_shutdown(context),
+        }
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
+        match &self.stream {
+            Stream::Plain(stream) => stream.is_write_vectored(),
+            Stream::Tls(stream) => stream.is_write_vectored(),
+        }
     }
 
     fn poll_write_vectored(
@@ -97,6 +220,9 @@ impl Write for Counted {
         context: &mut Context<'_>,
         pieces: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(context, pieces)
+        match &mut self.stream {
+            Stream::Plain(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
+            Stream::Tls(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
+        }
     }
 }

@@ -12,6 +12,7 @@ use tokio::time::Instant;
 use crate::Core;
 use crate::account::Account;
 use crate::answer::relay_whole;
+use crate::client::Client;
 use crate::error::{Broken, HandOffRefusal, ProxyError, Stage, UpstreamFailure};
 use crate::handoff;
 use crate::lease::Lease;
@@ -33,6 +34,8 @@ pub struct Exchange {
     pub request_id: RequestId,
     /// The client's headers.
     pub headers: HeaderMap,
+    /// Who the client is.
+    pub client: Client,
     /// Where the end of the request is told.
     pub account: Account,
 }
@@ -73,10 +76,11 @@ impl Core {
     ) -> Result<Order, ProxyError> {
         self.retries.deposit();
         let request = ClientRequest::parse(endpoint, body, self.settings.hand_off.client_injected);
-        request.map(|request| Order { request }).map_err(|bad| {
-            exchange.account.failed(Outcome::ClientError);
-            bad.into()
-        })
+        let read = request.map_err(ProxyError::from).and_then(|request| {
+            exchange.client.check_model(request.model())?;
+            Ok(Order { request })
+        });
+        read.inspect_err(|_| exchange.account.failed(Outcome::ClientError))
     }
 
     /// Serves one request. Dropping the future or the body aborts whatever leg is running and
@@ -384,7 +388,7 @@ impl Core {
             Ok(answer) => answer,
             Err(failure) => {
                 let unseen = retry::after_decode(failure) == Verdict::AgainWithTheSameHandOff;
-                return Err((failure, lease.filter(|_| unseen)));
+                return Err((failure, lease.filter(|_| unseen).map(Lease::unseen)));
             }
         };
         self.metrics.decode_head_took(began.elapsed().as_secs_f64());

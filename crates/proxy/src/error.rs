@@ -193,6 +193,12 @@ pub enum ProxyError {
     /// The body cannot be routed.
     #[error(transparent)]
     BadRequest(#[from] BadRequest),
+    /// The model is not one that the client may use.
+    #[error("the model `{model}` is not served by any ready engine")]
+    ModelDenied {
+        /// The model.
+        model: Box<str>,
+    },
     /// No usable engine for the stage.
     #[error("no {} engine is ready", .0.label())]
     NoPeer(Stage),
@@ -218,7 +224,7 @@ impl ProxyError {
     #[must_use]
     pub const fn fault(&self) -> Fault {
         match self {
-            Self::BadRequest(_) => Fault::Client,
+            Self::BadRequest(_) | Self::ModelDenied { .. } => Fault::Client,
             Self::NoPeer(stage) => Fault::Fleet(*stage),
             Self::NoCompatiblePair => Fault::Fleet(Stage::Prefill),
             Self::Upstream(failure) if failure.broken.blames_the_engine() => Fault::Engine(failure.stage),
@@ -230,6 +236,6 @@ impl ProxyError {
     /// Whether sending the same request again may succeed.
     #[must_use]
     pub const fn may_retry(&self) -> bool {
-        !matches!(self, Self::BadRequest(_))
+        !matches!(self, Self::BadRequest(_) | Self::ModelDenied { .. })
     }
 }

@@ -258,3 +258,125 @@ impl Proxy {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tokio_util::sync::CancellationToken;
+    use tokio_util::task::TaskTracker;
+
+    use super::*;
+    use crate::pool::Role;
+    use crate::registry::{EngineRole, Registration};
+    use crate::settings::Settings;
+
+    fn router() -> Proxy {
+        Proxy::start(Settings::default(), TaskTracker::new(), CancellationToken::new())
+    }
+
+    fn registration(engine_id: &str, role: EngineRole) -> Registration {
+        Registration {
+            engine_id: engine_id.to_owned(),
+            base_url: Some("http://127.0.0.1:1".to_owned()),
+            role: Some(role),
+            ..Registration::default()
+        }
+    }
+
+    fn ids(proxy: &Proxy) -> Vec<String> {
+        proxy.peers().into_iter().map(|peer| peer.id).collect()
+    }
+
+    #[tokio::test]
+    async fn two_routers_that_share_the_operators_word_treat_their_peers_alike() {
+        let (one, other) = (router(), router());
+        let mut heard = one.subscribe_operator_state();
+        let spec = PeerSpec::new(Role::Prefill, "http://127.0.0.1:1");
+        let id = one.operator_adds_peer(spec).unwrap().id;
+        assert!(heard.has_changed().unwrap());
+        assert!(one.quarantine_peer(&id).unwrap().quarantined);
+        let drained = one.drain_peer(&id, Duration::ZERO).await.unwrap();
+        assert_eq!((drained.ended, drained.peer.drained), (DrainEnd::Drained, true));
+
+        let text = serde_json::to_string(&*heard.borrow_and_update().clone()).unwrap();
+        other.apply_operator_state(serde_json::from_str(&text).unwrap());
+        let there = other.peer(&id).unwrap();
+        assert_eq!((there.drained, there.quarantined), (true, true));
+        assert_eq!(other.operator_state(), one.operator_state());
+
+        assert!(!one.resume_peer(&id).unwrap().drained);
+        other.apply_operator_state((*one.operator_state()).clone());
+        assert!(!other.peer(&id).unwrap().drained);
+        assert!(one.remove_peer(&id).is_some());
+        other.apply_operator_state((*one.operator_state()).clone());
+        assert_eq!((ids(&one), ids(&other)), (Vec::new(), Vec::new()));
+        assert!(one.drain_peer(&id, Duration::ZERO).await.is_none());
+    }
+
+    #[tokio::test]
+    async fn a_removed_peer_is_not_adopted_again_until_it_is_added() {
+        let proxy = router();
+        proxy.registry().register(registration("e", EngineRole::Both)).unwrap();
+        proxy.core.adopt();
+        assert_eq!(ids(&proxy), ["prefill-127.0.0.1-1", "decode-127.0.0.1-1"]);
+        assert!(proxy.remove_peer("prefill-127.0.0.1-1").is_some());
+        proxy.registry().register(registration("f", EngineRole::Both)).unwrap();
+        proxy.core.adopt();
+        assert_eq!(ids(&proxy), ["decode-127.0.0.1-1"]);
+        let added = proxy.operator_adds_peer(PeerSpec::new(Role::Prefill, "http://127.0.0.1:1")).unwrap();
+        assert!(!added.adopted);
+        // Named, it stays when its engine goes; adopted, it goes.
+        assert!(proxy.registry().remove("f"));
+        proxy.core.adopt();
+        tokio::time::timeout(Duration::from_secs(20), async {
+            while ids(&proxy) != ["prefill-1"] {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await
+        .unwrap();
+    }
+
+    #[tokio::test]
+    async fn an_adopted_peer_stays_until_what_it_has_has_ended() {
+        let proxy = router();
+        proxy.registry().register(registration("e", EngineRole::Decode)).unwrap();
+        proxy.core.adopt();
+        let id = ids(&proxy).remove(0);
+        let busy = proxy.core.pool.get(&id).unwrap().enter();
+        assert!(proxy.registry().remove("e"));
+        proxy.core.adopt();
+        let view = proxy.peer(&id).unwrap();
+        assert_eq!((view.leaving, view.accepts, view.in_flight), (true, false, 1));
+        proxy.registry().register(registration("e", EngineRole::Decode)).unwrap();
+        proxy.core.adopt();
+        assert!(!proxy.peer(&id).unwrap().leaving, "it is back");
+        assert!(proxy.registry().remove("e"));
+        proxy.core.adopt();
+        drop(busy);
+        tokio::time::timeout(Duration::from_secs(20), async {
+            while proxy.peer(&id).is_some() {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await
+        .unwrap();
+    }
+
+    #[tokio::test]
+    async fn another_engine_at_the_place_is_a_restart_and_the_same_one_again_is_none() {
+        let proxy = router();
+        let restarts = || proxy.peers()[0].restarted.map(|restarts| restarts.count);
+        for (engine_id, expected) in
+            [("e", None), ("e", None), ("f", Some(1)), ("f", Some(1)), ("e", Some(2))]
+        {
+            proxy.registry().register(registration(engine_id, EngineRole::Prefill)).unwrap();
+            proxy.core.adopt();
+            assert_eq!(restarts(), expected, "{engine_id}");
+        }
+        // The same process, which the registry had lost.
+        assert!(proxy.registry().remove("e"));
+        proxy.registry().register(registration("e", EngineRole::Prefill)).unwrap();
+        proxy.core.adopt();
+        assert_eq!(restarts(), Some(2));
+    }
+}

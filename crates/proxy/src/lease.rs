@@ -2,6 +2,8 @@
 //! known to have read them. Telling P twice is harmless, an untold P holds the blocks for long: so a
 //! decode engine that was asked but showed nothing counts as one that did not read.
 
+mod notified;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,7 +16,7 @@ use crate::Core;
 use crate::error::{Stage, UpstreamFailure};
 use crate::handoff::HandedOff;
 use crate::ledger::{Granted, HandOffState};
-use crate::metrics::HandOffResult;
+use crate::metrics::{HandOffResult, Way};
 use crate::pool::peer::Peer;
 use crate::registry::EngineRecord;
 use crate::request::{ClientRequest, Endpoint};
@@ -51,6 +53,8 @@ struct Hold {
     request: ClientRequest,
     request_id: RequestId,
     decode: Option<Arc<Peer>>,
+    /// A decode engine may have it.
+    given: bool,
     granted: Instant,
     lasts: Duration,
     /// The engine as it was registered when it granted the hand-off.
@@ -88,6 +92,7 @@ impl Lease {
             request: request.clone(),
             request_id: request_id.clone(),
             decode: None,
+            given: false,
             granted: Instant::now(),
             lasts,
         });
@@ -139,7 +144,16 @@ impl Lease {
         if let Some(hold) = &mut self.hold {
             hold.core.ledger.dispatched(hold.key, &decode.id);
             hold.decode = Some(Arc::clone(decode));
+            hold.given = true;
         }
+    }
+
+    /// The decode engine that it was sent to cannot have seen it.
+    pub(crate) fn unseen(mut self) -> Self {
+        if let Some(hold) = &mut self.hold {
+            hold.given = false;
+        }
+        self
     }
 
     /// The decode engine has shown that it read the blocks.
@@ -182,8 +196,8 @@ impl Hold {
         let deadline = self.core.settings.timeouts.release;
         let mut pause = RELEASE_PAUSE;
         loop {
-            if tokio::time::timeout(deadline, self.try_peers()).await.unwrap_or(false) {
-                self.core.ledger.close(self.key, HandOffResult::Released);
+            if let Some(way) = tokio::time::timeout(deadline, self.free()).await.unwrap_or(None) {
+                self.core.ledger.close(self.key, HandOffResult::Released(way));
                 return;
             }
             self.core.ledger.enter(self.key, HandOffState::Stranded);
@@ -206,11 +220,19 @@ impl Hold {
         }
     }
 
+    /// The way that worked, the cheapest one tried first.
+    async fn free(&self) -> Option<Way> {
+        if self.notify().await {
+            return Some(Way::Notification);
+        }
+        self.try_peers().await
+    }
+
     /// Tries the engine that the hand-off was meant for first: it has most likely shaken hands
     /// with the prefill engine before, so that its word goes out at once.
-    async fn try_peers(&self) -> bool {
+    async fn try_peers(&self) -> Option<Way> {
         if self.hand_off.mode == TransferMode::Push {
-            return false;
+            return None;
         }
         let mut peers = self.core.pool.ready_peers(Stage::Decode);
         if let Some(meant) = &self.decode {
@@ -218,31 +240,31 @@ impl Hold {
         }
         for peer in peers.iter().take(RELEASE_TRIES) {
             match self.try_peer(peer).await {
-                Ok(()) => return true,
+                Ok(way) => return Some(way),
                 Err(error) => {
                     tracing::debug!(peer = %peer.id, %error, "release refused");
                 }
             }
         }
-        false
+        None
     }
 
     /// The current generation's server tells P of a refusal inside its handler; the word goes out
     /// with the engine's next step, unless it must shake hands with P first: then it waits for a
     /// request that makes the engine step again. So a stranger to P, like version 2, which never
     /// tells P of a refusal, is rather asked to read the blocks for one token.
-    async fn try_peer(&self, peer: &Arc<Peer>) -> Result<(), NotReleased> {
+    async fn try_peer(&self, peer: &Arc<Peer>) -> Result<Way, NotReleased> {
         let _in_flight = peer.enter();
         let acquainted = peer.has_met(&self.hand_off.engine_id);
         let newest = self.hand_off.generation == Generation::V14;
         if newest && acquainted {
-            return self.reject(peer).await;
+            return self.reject(peer).await.map(|()| Way::Rejection);
         }
         if self.hand_off.sound || !newest {
             let read = self.send(peer, self.request.endpoint().path(), self.one_token_body(peer)).await?;
             if read.is_success() {
                 peer.knows_engine(&self.hand_off.engine_id);
-                return Ok(());
+                return Ok(Way::Read);
             }
             // Where the read itself failed, the engines cannot reach each other: no word will arrive.
             if !newest || read.is_server_error() {
@@ -254,7 +276,7 @@ impl Hold {
             tokio::time::sleep(pause).await;
             self.send(peer, Endpoint::Completions.path(), self.nudge_body()).await?;
         }
-        Ok(())
+        Ok(Way::Rejection)
     }
 
     async fn reject(&self, peer: &Arc<Peer>) -> Result<(), NotReleased> {

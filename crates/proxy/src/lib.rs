@@ -4,6 +4,7 @@
 mod account;
 mod address;
 mod answer;
+mod client;
 mod connection;
 mod disagg;
 mod error;
@@ -14,6 +15,7 @@ pub mod json;
 mod lease;
 mod ledger;
 mod metrics;
+mod notify;
 mod pool;
 mod prefill;
 mod registry;
@@ -34,11 +36,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use http::uri::PathAndQuery;
-use http::{Method, Response};
+use http::{HeaderMap, Method, Response};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 pub use account::Account;
+pub use client::{Client, ModelScope};
+pub use connection::{EngineTls, public_authorities};
 pub use disagg::{Exchange, Order};
 pub use error::{Broken, Fault, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
 pub use fleet::{DrainEnd, Drained};
@@ -55,14 +59,14 @@ pub use registry::{
     AboutEngine, ChangeKind, Changes, ClockReading, Echo, EngineRecord, EngineRole, EngineState,
     EngineSummary, EngineView, FieldProblem, Found, Heartbeat, Missing, PayloadPart, Rank, RankId,
     RankPayload, RankView, Receipt, Registered, Registration, Registry, RegistryChange, RegistryError,
-    RegistryLimits, RegistrySnapshot, Watched, Watcher, canonical_base_url,
+    RegistryLimits, RegistrySnapshot, Sight, Watched, Watcher, Writer, canonical_base_url,
 };
 pub use registry_address::{NotAnAddress, RegistryAddress};
 pub use request::{BadRequest, Endpoint, InjectedHandOff};
 pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{
-    AddressCheck, HandOffPolicy, Limits, OnMissing, Pairing, Probe, Retry, Settings, Streaming, Timeouts,
-    UnknownPairs,
+    AddressCheck, HandOffPolicy, Limits, Nixl, OnMissing, Pairing, Probe, Retry, Settings, Streaming,
+    Timeouts, UnknownPairs,
 };
 pub use side_channel::channels::{SideChannelState, SideChannelView};
 pub use side_channel::settings::{FrontSettings, NotPorts, PortRange, ReadSideChannels, SideChannelSettings};
@@ -85,6 +89,7 @@ struct Core {
     ledger: Ledger,
     registry: Registry,
     store: Store,
+    notifier: notify::Notifier,
     retries: retry::Budget,
     side_channels: SideChannels,
     metrics: Arc<Metrics>,
@@ -108,17 +113,20 @@ impl Proxy {
     pub fn start(settings: Settings, tasks: TaskTracker, stop: CancellationToken) -> Self {
         let metrics = Metrics::new();
         let held = Held::new(settings.limits.held_bytes);
-        let upstream = Upstream::new(&settings.timeouts, held.clone(), tasks.clone());
+        let tls = settings.engine_tls.clone();
+        let upstream = Upstream::new(&settings.timeouts, tls, held.clone(), tasks.clone());
         let registry = Registry::new(RegistryLimits {
             payload_bytes: settings.limits.payload_bytes,
             engines: settings.limits.registry_engines,
             ..RegistryLimits::default()
         });
+        let notifier = notify::Notifier::start(settings.nixl.clone(), registry.clone(), &tasks, stop.clone());
         let core = Arc::new(Core {
             retries: retry::Budget::new(settings.retry.clone()),
             ledger: Ledger::new(Arc::clone(&metrics)),
             store: Store::start(&settings.store, registry.clone(), &tasks, &stop),
             registry,
+            notifier,
             pool: Pool::new(settings.pairing.clone()),
             side_channels: SideChannels::default(),
             upstream,
@@ -186,6 +194,12 @@ impl Proxy {
         self.core.pass_through(method, &path_and_query, &exchange, body).await
     }
 
+    /// Whether this router sent a request itself: a peer's address leads back here.
+    #[must_use]
+    pub fn has_sent(&self, headers: &HeaderMap) -> bool {
+        self.core.upstream.has_sent(headers)
+    }
+
     /// The union of the peers' model lists.
     #[must_use]
     pub fn models(&self) -> ModelList {
@@ -212,6 +226,9 @@ impl Proxy {
     pub fn add_peer(&self, spec: PeerSpec) -> Result<PeerView, PeerSpecError> {
         let peer = self.core.pool.add(spec)?;
         let view = peer.view();
+        if peer.spec.notify {
+            self.core.notifier.prepare();
+        }
         pool::probe::probe_soon(&self.core, peer);
         Ok(view)
     }
@@ -270,11 +287,12 @@ impl Proxy {
     /// As [`Self::register_engine`].
     pub async fn put_rank(
         &self,
+        writer: &Writer,
         engine_id: &str,
         rank: Rank,
         payload: Bytes,
     ) -> Result<Registered, RegistryError> {
-        self.core.store.put_rank(engine_id, rank, payload).await
+        self.core.store.put_rank(writer, engine_id, rank, payload).await
     }
 
     /// Takes an engine's sign of life for all routers; also while the store is away.
@@ -282,16 +300,21 @@ impl Proxy {
     /// # Errors
     /// The engine is not known (any more) and has to register, a value cannot be used, or the engine
     /// changes its state and the store is away.
-    pub async fn heartbeat(&self, engine_id: &str, heartbeat: &Heartbeat) -> Result<Receipt, RegistryError> {
-        self.core.store.heartbeat(engine_id, heartbeat).await
+    pub async fn heartbeat(
+        &self,
+        writer: &Writer,
+        engine_id: &str,
+        heartbeat: &Heartbeat,
+    ) -> Result<Receipt, RegistryError> {
+        self.core.store.heartbeat(writer, engine_id, heartbeat).await
     }
 
     /// Lets an engine leave, everywhere; whether it was known.
     ///
     /// # Errors
-    /// The store is away.
-    pub async fn remove_engine(&self, engine_id: &str) -> Result<bool, RegistryError> {
-        self.core.store.remove(engine_id).await
+    /// It is another credential's, or the store is away.
+    pub async fn remove_engine(&self, writer: &Writer, engine_id: &str) -> Result<bool, RegistryError> {
+        self.core.store.remove(writer, engine_id).await
     }
 
     /// How the store is that routers share.

@@ -56,6 +56,34 @@ struct StageLabel {
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct WayLabel {
+    way: &'static str,
+}
+
+/// How the router made a prefill engine free blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// It told the engine itself.
+    Notification,
+    /// A decode engine refused the hand-off and told it.
+    Rejection,
+    /// A decode engine read the blocks for nothing.
+    Read,
+}
+
+impl Way {
+    const ALL: [Self; 3] = [Self::Notification, Self::Rejection, Self::Read];
+
+    const fn label(self) -> &'static str {
+        match self {
+            Self::Notification => "notification",
+            Self::Rejection => "rejection",
+            Self::Read => "read",
+        }
+    }
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct PeerLabels {
     stage: &'static str,
     condition: &'static str,
@@ -67,7 +95,7 @@ pub(crate) enum HandOffResult {
     /// A decode engine took it.
     Relayed,
     /// The router made the prefill engine free the blocks.
-    Released,
+    Released(Way),
     /// The prefill engine's own timer had to free the blocks.
     Expired,
 }
@@ -79,6 +107,8 @@ pub(crate) struct Metrics {
     requests: Family<RequestLabels, Counter>,
     hand_offs: Family<ResultLabel, Counter>,
     hand_offs_live: Gauge,
+    releases: Family<WayLabel, Counter>,
+    notification_failures: Family<ReasonLabel, Counter>,
     bypass: Family<ReasonLabel, Counter>,
     upstream_failures: Family<FailureLabels, Counter>,
     stream_errors: Counter,
@@ -105,6 +135,8 @@ impl Metrics {
             requests: Family::default(),
             hand_offs: Family::default(),
             hand_offs_live: Gauge::default(),
+            releases: Family::default(),
+            notification_failures: Family::default(),
             bypass: Family::default(),
             upstream_failures: Family::default(),
             stream_errors: Counter::default(),
@@ -145,6 +177,16 @@ impl Metrics {
             "handoffs_live",
             "Hand-offs whose blocks a prefill engine still holds, as far as the router knows",
             metrics.hand_offs_live.clone(),
+        );
+        registry.register(
+            "releases",
+            "Hand-offs that the router released, by the way that worked",
+            metrics.releases.clone(),
+        );
+        registry.register(
+            "notification_failures",
+            "Unread hand-offs of which a prefill engine could not be notified, by reason",
+            metrics.notification_failures.clone(),
         );
         registry.register(
             "pd_bypass",
@@ -220,6 +262,9 @@ impl Metrics {
         for result in ["relayed", "missing", "refused", "released", "expired"] {
             let _ = metrics.hand_offs.get_or_create(&ResultLabel { result });
         }
+        for way in Way::ALL {
+            let _ = metrics.releases.get_or_create(&WayLabel { way: way.label() });
+        }
         Arc::new(Self { registry, ..metrics })
     }
 
@@ -264,10 +309,17 @@ impl Metrics {
     pub(crate) fn hand_off_ended(&self, result: HandOffResult) {
         let result = match result {
             HandOffResult::Relayed => "relayed",
-            HandOffResult::Released => "released",
+            HandOffResult::Released(way) => {
+                self.releases.get_or_create(&WayLabel { way: way.label() }).inc();
+                "released"
+            }
             HandOffResult::Expired => "expired",
         };
         self.hand_offs.get_or_create(&ResultLabel { result }).inc();
+    }
+
+    pub(crate) fn not_notified(&self, reason: &'static str) {
+        self.notification_failures.get_or_create(&ReasonLabel { reason }).inc();
     }
 
     pub(crate) fn hand_offs_live(&self, count: usize) {
@@ -376,7 +428,7 @@ impl Outcome {
 
     pub(crate) const fn of_error(error: &ProxyError) -> Self {
         match error {
-            ProxyError::BadRequest(_) => Self::ClientError,
+            ProxyError::BadRequest(_) | ProxyError::ModelDenied { .. } => Self::ClientError,
             ProxyError::NoPeer(_) | ProxyError::NoCompatiblePair => Self::NoPeer,
             ProxyError::ShuttingDown => Self::Cut,
             ProxyError::Upstream(failure) if !failure.broken.blames_the_engine() => Self::Cut,

@@ -29,6 +29,7 @@ use peer::{InFlight, Peer};
 pub use standing::Restarts;
 use tokio::time::Instant;
 
+use crate::client::ModelScope;
 use crate::error::{ProxyError, Stage};
 use crate::registry::{Registry, canonical_base_url};
 use crate::request::Endpoint;
@@ -381,6 +382,14 @@ pub struct ModelList {
 }
 
 impl ModelList {
+    /// Those that are in a scope.
+    #[must_use]
+    pub fn only(self, scope: &ModelScope) -> Self {
+        let entries = self.ids.into_iter().zip(self.data).filter(|(id, _)| scope.allows(id));
+        let (ids, data) = entries.unzip();
+        Self { object: self.object, data, ids }
+    }
+
     /// The models' ids in order.
     #[must_use]
     pub fn ids(&self) -> &[String] {

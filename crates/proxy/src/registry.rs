@@ -7,6 +7,7 @@ mod clock;
 mod error;
 mod limits;
 mod look_up;
+mod ownership;
 mod record;
 mod registration;
 mod sampled;
@@ -37,6 +38,7 @@ pub use clock::{ClockReading, Echo};
 pub use error::{FieldProblem, PayloadPart, RegistryError};
 pub use limits::RegistryLimits;
 pub use look_up::{Found, Missing};
+pub use ownership::{Sight, Writer};
 pub use record::{
     AboutEngine, EngineRecord, EngineRole, EngineState, EngineSummary, EngineView, Rank, RankId, RankView,
 };
@@ -169,10 +171,26 @@ impl Registry {
         tp_rank: u32,
         payload: Bytes,
     ) -> Result<Registered, RegistryError> {
-        let rank = (pp_rank, tp_rank);
+        self.put_as(&Writer::Trusted, engine_id, (pp_rank, tp_rank), payload)
+    }
+
+    /// As [`Registry::put`] on somebody's behalf.
+    ///
+    /// # Errors
+    /// As there, or the engine is another's.
+    pub fn put_as(
+        &self,
+        writer: &Writer,
+        engine_id: &str,
+        rank: Rank,
+        payload: Bytes,
+    ) -> Result<Registered, RegistryError> {
         let view = Arc::new(check_payload(engine_id, rank, payload, &self.shared.limits)?);
         let mut state = self.write();
         let known = state.engines.get(engine_id).cloned();
+        if let Some(known) = &known {
+            writer.may_change(known)?;
+        }
         let before = known.as_ref().and_then(|known| known.ranks.get(&rank)).cloned();
         if let (Some(known), Some(before)) = (&known, &before)
             && before.payload == view.payload
@@ -182,6 +200,7 @@ impl Registry {
         }
         let mut record = known.as_deref().cloned().unwrap_or_else(|| unnamed(engine_id));
         record.ranks.insert(rank, view);
+        writer.claim(&mut record, &state)?;
         continue_life(&mut record, known.as_deref(), &state);
         let record = state.put(record, &self.shared.limits)?;
         self.publish(&state);
@@ -434,15 +453,24 @@ impl Registry {
 /// What a registration makes of an engine that is known, or new.
 ///
 /// # Errors
-/// Another engine that lives has the id.
+/// It is another credential's, or another engine that lives has the id.
 fn compose(
     registration: Registration,
     checked: Checked,
     known: Option<&EngineRecord>,
     state: &State,
 ) -> Result<EngineRecord, RegistryError> {
-    let Registration { engine_id, role, model, dp_rank, vllm_version, traits, state: engine_state, .. } =
-        registration;
+    let Registration {
+        engine_id,
+        role,
+        model,
+        dp_rank,
+        vllm_version,
+        traits,
+        state: engine_state,
+        writer,
+        ..
+    } = registration;
     let Checked { base_url, ttl, ranks } = checked;
     let known_ranks = known.map(|known| known.ranks.clone()).unwrap_or_default();
     let mut record = EngineRecord {
@@ -459,8 +487,10 @@ fn compose(
         registered_at: unix_seconds(),
         ttl,
         ranks: ranks.unwrap_or(known_ranks),
+        owner: None,
         pulse: Arc::default(),
     };
+    writer.claim(&mut record, state)?;
     if known.is_some_and(|known| known.lives_elsewhere(&record)) {
         return Err(RegistryError::EngineIdTaken { engine_id: record.engine_id });
     }
@@ -484,6 +514,7 @@ fn unnamed(engine_id: &str) -> EngineRecord {
         registered_at: unix_seconds(),
         ttl: None,
         ranks: BTreeMap::new(),
+        owner: None,
         pulse: Arc::new(Mutex::new(Pulse::default())),
     }
 }

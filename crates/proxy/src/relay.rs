@@ -74,6 +74,7 @@ impl Core {
         exchange: &Exchange,
         body: Bytes,
     ) -> Result<Response<RelayBody>, ProxyError> {
+        exchange.client.check_body(&body)?;
         let body = pass_through_body(body, self.settings.hand_off.client_injected)?;
         let in_flight = self.pool.choose(Stage::Decode, None, &[], |_| true)?;
         let peer = Arc::clone(&in_flight.peer);

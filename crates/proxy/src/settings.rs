@@ -1,10 +1,13 @@
 //! The part of the settings tree that the core reads; the program embeds it whole.
 //! Owns the defaults of these values; reads no file and no environment.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
+use kv_connector::transport::NixlVersion;
 use serde::{Deserialize, Serialize};
 
+use crate::connection::EngineTls;
 use crate::registry_address::RegistryAddress;
 use crate::request::InjectedHandOff;
 use crate::side_channel::settings::SideChannelSettings;
@@ -30,8 +33,13 @@ pub struct Settings {
     pub limits: Limits,
     /// Where what several routers must agree on is kept.
     pub store: StoreSettings,
+    /// TLS to engines, made of files that the core does not read.
+    #[serde(skip)]
+    pub engine_tls: EngineTls,
     /// How answers are streamed.
     pub stream: Streaming,
+    /// The NIXL library.
+    pub nixl: Nixl,
 }
 
 /// How answers are streamed.
@@ -45,6 +53,26 @@ pub struct Streaming {
     /// Whether a client may close its sending side and still get its answer. Such a client cannot be told
     /// from one that has left, so that abandoned requests then run to their end.
     pub half_close: bool,
+}
+
+/// The NIXL library, with which the router notifies prefill engines that ask for it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Nixl {
+    /// The library's file, or the folder that a wheel of it was installed in.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub library: Option<PathBuf>,
+    /// Its version, where the wheel beside it does not tell.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub version: Option<String>,
+}
+
+impl Nixl {
+    /// Whether the version, if one is given, can be read.
+    #[must_use]
+    pub fn is_version_readable(&self) -> bool {
+        self.version.as_deref().is_none_or(|version| NixlVersion::parse(version).is_some())
+    }
 }
 
 /// Which engines are paired.

@@ -15,9 +15,9 @@ use tokio_util::task::TaskTracker;
 pub use settings::{StoreFault, StoreKind, StoreSettings};
 
 use crate::Proxy;
-use crate::registry::{Heartbeat, Rank, Receipt, Registered, Registration, Registry, RegistryError};
+use crate::registry::{Heartbeat, Rank, Receipt, Registered, Registration, Registry, RegistryError, Writer};
 
-/// How engines' changes are made true for every router. A change that was answered with success
+/// How engines' changes are made true for every router, on behalf of a writer who may make them. A change that was answered with success
 /// is one that all of them know, or will as soon as they hear of it.
 pub(crate) trait Storage {
     /// Takes an engine with all its ranks.
@@ -29,6 +29,7 @@ pub(crate) trait Storage {
     /// Takes one rank's payload.
     fn put_rank(
         &self,
+        writer: &Writer,
         engine_id: &str,
         rank: Rank,
         payload: Bytes,
@@ -37,12 +38,17 @@ pub(crate) trait Storage {
     /// Takes a sign of life.
     fn heartbeat(
         &self,
+        writer: &Writer,
         engine_id: &str,
         heartbeat: &Heartbeat,
     ) -> impl Future<Output = Result<Receipt, RegistryError>> + Send;
 
     /// Lets an engine leave; whether it was there.
-    fn remove(&self, engine_id: &str) -> impl Future<Output = Result<bool, RegistryError>> + Send;
+    fn remove(
+        &self,
+        writer: &Writer,
+        engine_id: &str,
+    ) -> impl Future<Output = Result<bool, RegistryError>> + Send;
 
     /// How the store is.
     fn view(&self) -> StoreView;
@@ -73,18 +79,26 @@ impl Storage for Memory {
 
     async fn put_rank(
         &self,
+        writer: &Writer,
         engine_id: &str,
-        (pp_rank, tp_rank): Rank,
+        rank: Rank,
         payload: Bytes,
     ) -> Result<Registered, RegistryError> {
-        self.registry.put(engine_id, pp_rank, tp_rank, payload)
+        self.registry.put_as(writer, engine_id, rank, payload)
     }
 
-    async fn heartbeat(&self, engine_id: &str, heartbeat: &Heartbeat) -> Result<Receipt, RegistryError> {
+    async fn heartbeat(
+        &self,
+        writer: &Writer,
+        engine_id: &str,
+        heartbeat: &Heartbeat,
+    ) -> Result<Receipt, RegistryError> {
+        self.registry.check_writer(writer, engine_id)?;
         self.registry.heartbeat(engine_id, heartbeat)
     }
 
-    async fn remove(&self, engine_id: &str) -> Result<bool, RegistryError> {
+    async fn remove(&self, writer: &Writer, engine_id: &str) -> Result<bool, RegistryError> {
+        self.registry.check_writer(writer, engine_id)?;
         Ok(self.registry.remove(engine_id))
     }
 
@@ -147,30 +161,36 @@ impl Storage for Store {
 
     async fn put_rank(
         &self,
+        writer: &Writer,
         engine_id: &str,
         rank: Rank,
         payload: Bytes,
     ) -> Result<Registered, RegistryError> {
         match self {
-            Self::Memory(memory) => memory.put_rank(engine_id, rank, payload).await,
+            Self::Memory(memory) => memory.put_rank(writer, engine_id, rank, payload).await,
             #[cfg(feature = "etcd")]
-            Self::Etcd(etcd) => etcd.put_rank(engine_id, rank, payload).await,
+            Self::Etcd(etcd) => etcd.put_rank(writer, engine_id, rank, payload).await,
         }
     }
 
-    async fn heartbeat(&self, engine_id: &str, heartbeat: &Heartbeat) -> Result<Receipt, RegistryError> {
+    async fn heartbeat(
+        &self,
+        writer: &Writer,
+        engine_id: &str,
+        heartbeat: &Heartbeat,
+    ) -> Result<Receipt, RegistryError> {
         match self {
-            Self::Memory(memory) => memory.heartbeat(engine_id, heartbeat).await,
+            Self::Memory(memory) => memory.heartbeat(writer, engine_id, heartbeat).await,
             #[cfg(feature = "etcd")]
-            Self::Etcd(etcd) => etcd.heartbeat(engine_id, heartbeat).await,
+            Self::Etcd(etcd) => etcd.heartbeat(writer, engine_id, heartbeat).await,
         }
     }
 
-    async fn remove(&self, engine_id: &str) -> Result<bool, RegistryError> {
+    async fn remove(&self, writer: &Writer, engine_id: &str) -> Result<bool, RegistryError> {
         match self {
-            Self::Memory(memory) => memory.remove(engine_id).await,
+            Self::Memory(memory) => memory.remove(writer, engine_id).await,
             #[cfg(feature = "etcd")]
-            Self::Etcd(etcd) => etcd.remove(engine_id).await,
+            Self::Etcd(etcd) => etcd.remove(writer, engine_id).await,
         }
     }
 

@@ -17,8 +17,9 @@ use hyper_util::client::legacy::connect::{HttpConnector, HttpInfo};
 use hyper_util::rt::TokioTimer;
 use tokio::time::{Instant, timeout};
 use tokio_util::task::TaskTracker;
+use uuid::Uuid;
 
-use crate::connection::{Counting, Uses};
+use crate::connection::{Counting, EngineTls, Uses};
 use crate::error::{Broken, Progress, Stage, UpstreamFailure};
 use crate::held::Held;
 use crate::pool::peer::Peer;
@@ -27,9 +28,11 @@ use crate::settings::Timeouts;
 use crate::splice::Spliced;
 
 /// Headers that concern one connection only (RFC 9110, 7.6.1), or that the client library sets.
-const HOP_BY_HOP: [HeaderName; 8] = [
+const HOP_BY_HOP: [HeaderName; 10] = [
     header::CONNECTION,
     HeaderName::from_static("keep-alive"),
+    HeaderName::from_static("proxy-connection"),
+    HeaderName::from_static("http2-settings"),
     header::PROXY_AUTHENTICATE,
     header::PROXY_AUTHORIZATION,
     header::TE,
@@ -46,6 +49,14 @@ pub(crate) const X_DATA_PARALLEL_RANK: HeaderName = HeaderName::from_static("x-d
 const REMADE: [HeaderName; 5] =
     [header::HOST, header::CONTENT_LENGTH, header::EXPECT, header::ACCEPT_ENCODING, X_DATA_PARALLEL_RANK];
 
+/// Request headers that would make an engine answer for other origins, which is the router's to decide.
+const CROSS_ORIGIN: [HeaderName; 3] =
+    [header::ORIGIN, header::ACCESS_CONTROL_REQUEST_METHOD, header::ACCESS_CONTROL_REQUEST_HEADERS];
+
+/// Response headers that may hold an engine's address.
+const ADDRESSES: [HeaderName; 5] =
+    [header::LOCATION, header::CONTENT_LOCATION, header::LINK, header::REFRESH, header::ALT_SVC];
+
 /// How soon a kept connection that the engine was closing for idleness fails.
 const STALE_WITHIN: Duration = Duration::from_secs(1);
 
@@ -54,6 +65,8 @@ const STALE_WITHIN: Duration = Duration::from_secs(1);
 pub(crate) struct Upstream {
     client: Client<Counting, Spliced>,
     idle: Duration,
+    /// Says in `Via` that a request went through this very router.
+    mark: HeaderValue,
     held: Held,
 }
 
@@ -89,17 +102,28 @@ where
 }
 
 impl Upstream {
-    pub(crate) fn new(timeouts: &Timeouts, held: Held, tasks: TaskTracker) -> Self {
+    pub(crate) fn new(timeouts: &Timeouts, tls: EngineTls, held: Held, tasks: TaskTracker) -> Self {
         let mut connector = HttpConnector::new();
         connector.set_nodelay(true);
         connector.set_connect_timeout(Some(timeouts.connect));
-        let connector = Counting(connector);
+        connector.enforce_http(false);
+        let connector = Counting::new(connector, tls, timeouts.connect);
         let client = Client::builder(Tracked(tasks))
             .pool_timer(TokioTimer::new())
             .timer(TokioTimer::new())
             .pool_idle_timeout(timeouts.pool_idle)
             .build(connector);
-        Self { client, idle: timeouts.idle, held }
+        let mark = HeaderValue::try_from(format!("1.1 kvbaton-{}", Uuid::new_v4().simple()));
+        let mark = mark.unwrap_or_else(|_| HeaderValue::from_static("1.1 kvbaton"));
+        Self { client, idle: timeouts.idle, held, mark }
+    }
+
+    /// Whether a request went through this router before.
+    pub(crate) fn has_sent(&self, headers: &HeaderMap) -> bool {
+        let mark = self.mark.as_bytes();
+        let vias =
+            headers.get_all(header::VIA).iter().flat_map(|via| via.as_bytes().split(|byte| *byte == b','));
+        vias.map(<[u8]>::trim_ascii).any(|via| via == mark)
     }
 
     /// Sends a request and waits for the response head, at most `head` long. Dropping the future
@@ -121,6 +145,7 @@ impl Upstream {
         *request.headers_mut() = leg.headers;
         leg.peer.authorize(request.headers_mut());
         leg.peer.place(request.headers_mut());
+        request.headers_mut().append(header::VIA, self.mark.clone());
         let sent = Instant::now();
         match timeout(head, self.client.request(request)).await {
             Ok(Ok(response)) => {
@@ -238,7 +263,7 @@ fn is_same_host(remote: SocketAddr, local: SocketAddr) -> bool {
 pub(crate) fn request_headers(client: &HeaderMap, request_id: &RequestId) -> HeaderMap {
     let mut headers = client.clone();
     strip_connection(&mut headers);
-    for name in &REMADE {
+    for name in REMADE.iter().chain(&CROSS_ORIGIN) {
         headers.remove(name);
     }
     headers.insert(X_REQUEST_ID, request_id.header_value());
@@ -249,8 +274,14 @@ pub(crate) fn request_headers(client: &HeaderMap, request_id: &RequestId) -> Hea
 /// the request id is the router's to set.
 pub(crate) fn response_headers(headers: &mut HeaderMap) {
     strip_connection(headers);
-    headers.remove(header::LOCATION);
-    headers.remove(header::CONTENT_LOCATION);
+    for name in &ADDRESSES {
+        headers.remove(name);
+    }
+    let cross_origin: Vec<HeaderName> =
+        headers.keys().filter(|name| name.as_str().starts_with("access-control-")).cloned().collect();
+    for name in &cross_origin {
+        headers.remove(name);
+    }
     headers.remove(header::CONTENT_LENGTH);
     headers.remove(X_REQUEST_ID);
 }
@@ -259,9 +290,8 @@ fn strip_connection(headers: &mut HeaderMap) {
     let named: Vec<HeaderName> = headers
         .get_all(header::CONNECTION)
         .iter()
-        .filter_map(|value| value.to_str().ok())
-        .flat_map(|value| value.split(','))
-        .filter_map(|name| name.trim().parse().ok())
+        .flat_map(|value| value.as_bytes().split(|byte| *byte == b','))
+        .filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok())
         .collect();
     for name in named.iter().chain(&HOP_BY_HOP) {
         headers.remove(name);

@@ -50,7 +50,7 @@ fn the_contract_describes_exactly_the_listed_endpoints() {
 }
 
 #[test]
-fn operators_endpoints_are_exactly_those_with_a_security_rule() {
+fn guarded_endpoints_are_exactly_those_with_a_security_rule() {
     let contract = contract();
     let secured: BTreeSet<_> = operations(&contract)
         .into_iter()
@@ -59,7 +59,7 @@ fn operators_endpoints_are_exactly_those_with_a_security_rule() {
         .collect();
     let guarded: BTreeSet<_> = ENDPOINTS
         .iter()
-        .filter(|endpoint| endpoint.audience == Audience::Operators)
+        .filter(|endpoint| endpoint.audience != Audience::Everybody)
         .map(|endpoint| (endpoint.contract_path(), endpoint.method.to_string()))
         .collect();
     assert_eq!(secured, guarded);

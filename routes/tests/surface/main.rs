@@ -2,7 +2,9 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod contract;
+mod credentials;
 mod operators;
+mod pages;
 mod registry;
 mod registry_engines;
 mod requests;

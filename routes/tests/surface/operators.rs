@@ -9,7 +9,8 @@ const INVALID: &str = "invalid_request_error";
 const PEER: &str = r#"{"role":"prefill","url":"http://127.0.0.1:1","name":"p-1"}"#;
 
 fn guarded() -> impl Iterator<Item = (Method, String)> {
-    ENDPOINTS.iter().filter(|endpoint| endpoint.audience == Audience::Operators).map(|endpoint| {
+    let closed = |audience| matches!(audience, Audience::Operators | Audience::Engines);
+    ENDPOINTS.iter().filter(move |endpoint| closed(endpoint.audience)).map(|endpoint| {
         let path = endpoint.path.replace("{pp_rank}", "0").replace("{tp_rank}", "0").replace(['{', '}'], "");
         (endpoint.method.clone(), path)
     })
@@ -44,13 +45,31 @@ async fn a_proxy_on_this_host_does_not_make_its_clients_local() {
 #[tokio::test]
 async fn a_page_that_bound_its_own_name_to_this_host_is_kept_out() {
     let surface = Surface::new();
-    for host in ["rebind.example.com:8000", "localhost.example.com", "127.0.0.1.example.com", "%%"] {
+    for host in ["rebind.example.com:8000", "localhost.example.com", "127.0.0.1.example.com", "box", "%%"] {
         expect_not_local(&surface.ask(Ask::get("/admin/peers").header("host", host)).await);
     }
     expect_not_local(&surface.ask(Ask::get("http://rebind.example.com/admin/peers")).await);
     for host in ["127.0.0.1:8000", "[::1]:8000", "localhost:8000", "10.1.2.3"] {
         assert_eq!(surface.ask(Ask::get("/admin/peers").header("host", host)).await.status, 200, "{host}");
     }
+}
+
+#[tokio::test]
+async fn a_page_in_a_browser_of_this_host_is_kept_out() {
+    let surface = Surface::new();
+    for (name, value) in [
+        ("origin", "https://example.org"),
+        ("origin", "http://localhost:9000"),
+        ("origin", "null"),
+        ("sec-fetch-site", "cross-site"),
+        ("sec-fetch-site", "same-site"),
+    ] {
+        let ask = Ask::get("/admin/peers").header("host", "localhost:8000").header(name, value);
+        expect_not_local(&surface.ask(ask).await);
+    }
+    let own = Ask::get("/admin/peers").header("host", "localhost:8000");
+    let own = own.header("origin", "http://localhost:8000").header("sec-fetch-site", "same-origin");
+    assert_eq!(surface.ask(own).await.status, 200);
 }
 
 #[tokio::test]
@@ -130,7 +149,7 @@ async fn a_peer_that_cannot_be_used_is_refused_with_the_place() {
         (r#"{"role":"both","url":"http://h:1"}"#, Some("role"), "invalid_json", "`both`"),
         (r#"{"role":"decode","url":7}"#, Some("url"), "invalid_json", "integer `7`"),
         (r#"{"role":"decode","url":"h:1"}"#, Some("url"), "invalid_peer", "h:1"),
-        (r#"{"role":"decode","url":"https://h:1"}"#, Some("url"), "invalid_peer", "http://"),
+        (r#"{"role":"decode","url":"ftp://h:1"}"#, Some("url"), "invalid_peer", "http://"),
         (r#"{"role":"decode","url":"http://h:1","name":"a/b"}"#, Some("name"), "invalid_peer", "a/b"),
         (
             r#"{"role":"decode","url":"http://h:1","authorization":"replace"}"#,

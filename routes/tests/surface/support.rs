@@ -8,8 +8,11 @@ use axum::body::{Body, Bytes};
 use axum::extract::ConnectInfo;
 use http::{HeaderMap, Method, Request, StatusCode};
 use http_body_util::BodyExt;
-use kvbaton_proxy::{Proxy, Settings};
-use kvbaton_routes::{Access, AdminToken, Limits, State, app};
+use kvbaton_proxy::{ModelScope, Proxy, Settings};
+use kvbaton_routes::{
+    Access, CertificateNames, Cors, Credential, Duty, Limits, Mounts, Origins, Rules, SecretDigest, State,
+    app,
+};
 use serde_json::{Value, json};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
@@ -27,14 +30,28 @@ pub(crate) struct Surface {
 
 impl Surface {
     pub(crate) fn new() -> Self {
-        Self::with(Access::LoopbackOnly)
+        Self::with(Rules::default())
     }
 
     pub(crate) fn with_token() -> Self {
-        Self::with(Access::Token(AdminToken::new(TOKEN).unwrap()))
+        Self::with(Rules::new(vec![credential("ops", Duty::Operator, TOKEN, &[])]))
     }
 
-    fn with(access: Access) -> Self {
+    pub(crate) fn with(rules: Rules) -> Self {
+        Self::mounting(rules, Mounts::ALL, &[])
+    }
+
+    /// The endpoints of one listener, open to pages of these origins.
+    pub(crate) fn mounting(rules: Rules, mounts: Mounts, origins: &[&str]) -> Self {
+        Self::build(&Access::new(rules), mounts, origins)
+    }
+
+    /// Everything, under rules that the test can exchange.
+    pub(crate) fn sharing(access: &Access) -> Self {
+        Self::build(access, Mounts::ALL, &[])
+    }
+
+    fn build(access: &Access, mounts: Mounts, origins: &[&str]) -> Self {
         let stop = CancellationToken::new();
         let proxy = Proxy::start(Settings::default(), TaskTracker::new(), stop.clone());
         let limits = Limits {
@@ -43,7 +60,10 @@ impl Surface {
             body_silence: Duration::from_secs(5),
             keep_alive: Duration::ZERO,
         };
-        let router = app(State { proxy: proxy.clone(), access, limits });
+        let origins: Vec<String> = origins.iter().map(|origin| (*origin).to_owned()).collect();
+        let cors = Cors { origins: Origins::new(&origins).unwrap(), max_age: Duration::from_secs(60) };
+        let state = State { proxy: proxy.clone(), access: access.clone(), cors, limits };
+        let router = app(state, mounts);
         Self { router, proxy, _stop: stop.drop_guard() }
     }
 
@@ -70,6 +90,18 @@ impl Surface {
         let ids: Vec<_> = head.headers.get_all("x-request-id").iter().collect();
         assert_eq!(ids.len(), 1, "an answer carries exactly one request id");
         Answer { status: head.status, headers: head.headers, body }
+    }
+}
+
+/// A credential with one secret; its name is its secret's owner.
+pub(crate) fn credential(name: &str, duty: Duty, secret: &str, models: &[&str]) -> Credential {
+    let models: Vec<String> = models.iter().map(|model| (*model).to_owned()).collect();
+    Credential {
+        name: name.into(),
+        duty,
+        secrets: vec![SecretDigest::of(secret).unwrap()],
+        certificates: vec![format!("{name}.example.org")],
+        models: ModelScope::of(&models),
     }
 }
 
@@ -113,6 +145,16 @@ impl Ask {
     pub(crate) fn sent_from(mut self, address: &str) -> Self {
         let address: SocketAddr = address.parse().unwrap();
         self.request.extensions_mut().insert(ConnectInfo(address));
+        self
+    }
+
+    pub(crate) fn bearer(self, token: &str) -> Self {
+        self.header("authorization", &format!("Bearer {token}"))
+    }
+
+    /// Over a connection whose client has shown a certificate with this name.
+    pub(crate) fn certified(mut self, name: &str) -> Self {
+        self.request.extensions_mut().insert(CertificateNames([name.to_owned()].into()));
         self
     }
 

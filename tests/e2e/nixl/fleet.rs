@@ -10,7 +10,7 @@ use crate::support::{Answer, COMPLETIONS, completion, sample, single_with};
 
 /// Where scripts/nixl-setup installs, unless it was told otherwise. `None`, and said so, where NIXL is
 /// not installed and nobody insists on it.
-pub(super) fn installation() -> Option<PathBuf> {
+pub(crate) fn installation() -> Option<PathBuf> {
     let variable = |name: &str| std::env::var_os(name).map(PathBuf::from);
     let home = variable("KVBATON_NIXL_HOME").or_else(|| {
         let cache = variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")))?;

@@ -41,7 +41,8 @@ const SOON: Duration = Duration::from_secs(60);
 impl Routers {
     /// `None` without an etcd on this machine. The routers may warn of what contains these texts.
     pub(super) async fn start(engines: Engines, warnings: &[&'static str]) -> Option<Self> {
-        let log = Log::capture(warnings.to_vec());
+        // Of an engine that leaves either its departure is seen first or that it does not answer.
+        let log = Log::capture(warnings.to_vec(), vec!["not usable by its probes"]);
         let Some(etcd) = Etcd::start().await else {
             log.check();
             return None;
@@ -62,11 +63,6 @@ impl Routers {
             routers.wait_up(router, true).await;
         }
         Some(routers)
-    }
-
-    /// The routers may warn with texts that contain this.
-    pub(super) fn tolerate(&mut self, text: &'static str) {
-        self.log.tolerate(text);
     }
 
     /// Ends a router.

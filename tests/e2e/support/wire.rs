@@ -59,6 +59,23 @@ impl Wire {
         bounded("the router sends", read).await.is_ok_and(|count| count > 0)
     }
 
+    /// Sends, unless the router has hung up.
+    pub(crate) async fn try_send(&mut self, bytes: &[u8]) -> bool {
+        self.stream.write_all(bytes).await.is_ok()
+    }
+
+    /// Everything until the router closes the connection.
+    pub(crate) async fn everything(&mut self) -> String {
+        while self.more().await {}
+        String::from_utf8_lossy(&std::mem::take(&mut self.unread)).into_owned()
+    }
+
+    /// The first head, or nothing if the router hangs up.
+    pub(crate) async fn first_head(&mut self) -> String {
+        let head = self.until(b"\r\n\r\n").await.unwrap_or_default();
+        String::from_utf8_lossy(&head).into_owned()
+    }
+
     /// Everything up to and including the mark.
     async fn until(&mut self, mark: &[u8]) -> Option<Vec<u8>> {
         loop {

@@ -10,6 +10,7 @@ pub mod loopback;
 mod memory;
 #[cfg(feature = "nixl")]
 pub mod nixl;
+mod version;
 
 use std::time::Duration;
 
@@ -17,6 +18,7 @@ use std::time::Duration;
 pub use memory::OutOfMemory;
 pub use memory::{KvMemory, MemoryError};
 use thiserror::Error;
+pub use version::NixlVersion;
 
 pub(crate) mod sealed {
     /// Keeps the set of transports closed: the state machines are tested against these only.

@@ -6,6 +6,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a failed step is a failed test")]
 #![allow(clippy::print_stderr, reason = "a skipped test says so")]
+#![allow(clippy::print_stdout, reason = "figures are printed")]
 
 mod children;
 mod engine;
@@ -13,5 +14,5 @@ mod handoff;
 mod peer;
 mod processes;
 mod python;
-#[cfg(feature = "zmq")]
+#[cfg(all(feature = "zmq", feature = "registry"))]
 mod vllm;

@@ -154,6 +154,11 @@ impl Peer {
                 self.agent.send_notification(&agent, &unhex(&ask["message"]))?;
                 Ok(json!({}))
             }
+            "notify_heard" => {
+                let agent = AgentName(ask["agent"].as_str().unwrap().to_owned());
+                self.agent.notify_heard(&agent, &unhex(&ask["message"]))?;
+                Ok(json!({}))
+            }
             "take" => {
                 let (started, mut taken) = (Instant::now(), Vec::new());
                 while taken.len() < number(ask, "count") as usize

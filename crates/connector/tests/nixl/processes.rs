@@ -1,5 +1,7 @@
 //! Two processes with agents of this crate: bytes, notifications, and what a killed peer leaves.
 
+use std::time::{Duration, Instant};
+
 use kv_connector::transport::nixl::{LibrarySource, NixlError, NixlLibrary};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -149,4 +151,51 @@ fn an_agent_without_memory_notifies_and_leaves() {
     notifier.ask(json!({"do": "notify", "agent": p.name, "message": hex(b"cmpl-9:1")}));
     let heard = source.ask(json!({"do": "take", "count": 1, "seconds": 10}));
     assert_eq!(heard["notifications"], json!([[n.name, hex(b"cmpl-9:1")]]));
+}
+
+fn is_taken(notifier: &mut Steered, agent: &Started) -> bool {
+    let notify = json!({"do": "notify_heard", "agent": agent.name, "message": hex(b"cmpl-9:1")});
+    notifier.try_ask(&notify)["error"].is_null()
+}
+
+/// Notifies until one is refused; how many were taken before.
+fn taken_by_nobody(notifier: &mut Steered, agent: &Started) -> u32 {
+    let started = Instant::now();
+    let mut taken = 0;
+    while is_taken(notifier, agent) {
+        taken += 1;
+        assert!(started.elapsed() < Duration::from_secs(20), "{taken} notifications to nobody");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    println!("{taken} notifications were taken in {:?}", started.elapsed());
+    taken
+}
+
+/// What a sender can know: NIXL may take a word to an agent that has gone, and refuses the ones that
+/// follow once the connection is known to be broken.
+#[test]
+fn notifications_to_a_killed_agent_are_refused_sooner_or_later() {
+    if !installed() {
+        return;
+    }
+    for progress in ["thread", "polling"] {
+        let mut source = Steered::rust(&[]);
+        let p = source.start("p", BLOCK);
+        let start = |name: &str| {
+            let mut notifier = Steered::rust(&[]);
+            notifier.start_with(json!({"do": "start", "name": name, "len": 0, "progress": progress}));
+            notifier.ask(json!({"do": "add", "blob": p.blob}));
+            notifier
+        };
+        let (mut acquainted, mut stranger) = (start("acquainted"), start("stranger"));
+        assert!(is_taken(&mut acquainted, &p));
+        let heard = source.ask(json!({"do": "take", "count": 1, "seconds": 10}));
+        assert_eq!(heard["notifications"].as_array().unwrap().len(), 1);
+        source.kill();
+        for notifier in [&mut acquainted, &mut stranger] {
+            taken_by_nobody(notifier, &p);
+            let knows = json!({"do": "knows", "agent": p.name});
+            assert_eq!(notifier.ask(knows)["knows"], json!(false));
+        }
+    }
 }

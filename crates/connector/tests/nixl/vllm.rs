@@ -1,13 +1,16 @@
 //! A real vLLM prefill engine at the other end: this crate's decode side pulls what it prefilled.
 //!
 //! Runs where KVBATON_VLLM_PREFILL names one (`http://127.0.0.1:8100`) and KVBATON_VLLM_MODEL the
-//! model argument it was started with; its model is the four-layer one of the compatibility capture.
+//! model argument it was started with. KVBATON_VLLM_FACTORS (JSON) says what else enters its hash
+//! where it is not the four-layer model of the compatibility capture; KVBATON_VLLM_REGISTRY names a
+//! kvbaton whose registry the payload goes through as well; `scripts/interop-vllm` sets all of them.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use kv_connector::compat::CompatFactors;
+use kv_connector::handshake::RegistryClient;
 use kv_connector::protocol::Generation;
 use kv_connector::protocol::handshake::NixlHandshakePayload;
 use kv_connector::protocol::metadata::NixlAgentMetadata;
@@ -46,7 +49,8 @@ fn metric(authority: &str, name: &str) -> f64 {
 
 fn prefill(authority: &str, prompt: &str) -> Value {
     let params: Value = serde_json::from_slice(prefill_request_params()).unwrap();
-    let body = json!({"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0,
+    let served = std::env::var("KVBATON_VLLM_SERVED").unwrap_or_else(|_| "tiny".to_owned());
+    let body = json!({"model": served, "prompt": prompt, "max_tokens": 1, "temperature": 0,
         "kv_transfer_params": params});
     let answer: Value =
         serde_json::from_str(&http(authority, "POST", "/v1/completions", &body.to_string())).unwrap();
@@ -63,27 +67,86 @@ fn ask_for_payload(params: &Value) -> Vec<u8> {
         pp_size: 1,
         ranks: vec![(0, 0)],
     };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let mut replies = runtime.block_on(shake_hands(&job, || Duration::ZERO)).unwrap();
+    let mut replies = runtime().block_on(shake_hands(&job, || Duration::ZERO)).unwrap();
     replies.remove(0).payload
 }
 
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
+}
+
+/// The payload as it comes out of the HTTP registry that it was put into.
+fn through_registry(registry: &str, engine_id: &str, payload: &[u8]) -> Vec<u8> {
+    let client = RegistryClient::new(registry, std::env::var("KVBATON_VLLM_TOKEN").ok()).unwrap();
+    let fetched = runtime().block_on(async {
+        client.publish(engine_id, 0, 0, payload.to_vec()).await.unwrap();
+        client.fetch(engine_id, 0, 0).await.unwrap()
+    });
+    assert_eq!(fetched.payload, payload, "byte for byte");
+    fetched.payload
+}
+
+/// What enters the engine's compatibility hash.
 fn factors(model: String) -> CompatFactors {
+    let told: Value = std::env::var("KVBATON_VLLM_FACTORS")
+        .map_or(Value::Null, |text| serde_json::from_str(&text).expect("KVBATON_VLLM_FACTORS is JSON"));
+    let text = |key: &str, usual: &str| told[key].as_str().unwrap_or(usual).to_owned();
+    let count = |key: &str, usual: u64| told[key].as_u64().unwrap_or(usual);
     CompatFactors {
         generation: Generation::V14,
         connector_version: 14,
-        vllm_version: "0.32.0".to_owned(),
+        vllm_version: text("vllm_version", "0.32.0"),
         model,
-        dtype: "torch.bfloat16".to_owned(),
-        num_kv_heads: 2,
-        head_size: 64,
-        num_hidden_layers: 4,
-        attn_backend_name: "CPU_ATTN".to_owned(),
-        cache_dtype: "auto".to_owned(),
-        is_hma_enabled: true,
+        dtype: text("dtype", "torch.bfloat16"),
+        num_kv_heads: count("num_kv_heads", 2),
+        head_size: count("head_size", 64),
+        num_hidden_layers: count("num_hidden_layers", 4),
+        attn_backend_name: text("attn_backend_name", "CPU_ATTN"),
+        cache_dtype: text("cache_dtype", "auto"),
+        is_hma_enabled: told["is_hma_enabled"].as_bool().unwrap_or(true),
         speculative_config: None,
         transfer_mode: TransferMode::Pull,
     }
+}
+
+/// A decode engine of this crate whose regions are like the peer's.
+fn decode_engine(payload: &[u8], factors: &CompatFactors) -> Steered {
+    let mut d = Steered::rust(&[]);
+    let version = std::env::var("KVBATON_VLLM_NIXL").unwrap_or_else(|_| "1.5.1".to_owned());
+    d.ask(json!({"do": "engine", "name": "kvbaton-d", "blocks": 256, "like": hex(payload),
+        "heads": factors.num_kv_heads, "version": version, "hash": factors.digest(),
+        "progress": "polling", "lease": 30}));
+    d
+}
+
+/// Pulls the hand-offs' blocks one after the other; what each block but the last holds.
+fn pull(d: &mut Steered, handed: &[Value], payload: &[u8], way: &str) -> Vec<Value> {
+    let mut digests = Vec::new();
+    for (n, params) in handed.iter().enumerate() {
+        let remote = params["remote_block_ids"][0].as_array().unwrap().len() as u64;
+        let local: Vec<u64> = (0..remote).map(|i| 1 + n as u64 * remote + i).collect();
+        let done = d.ask(json!({"do": "consume", "request": format!("d-{n}"), "params": params,
+            "tokens": number(params, "remote_num_tokens"), "blocks": local, "payload": hex(payload),
+            "seconds": 30}));
+        assert_eq!((&done["finished"], &done["failed"]), (&json!([format!("d-{n}")]), &json!([])));
+        assert_eq!(done["handshakes"], json!(u64::from(n == 0)));
+        println!(
+            "{way}: hand-off {n}: {remote} blocks ready after {:.2} ms, {:.2} ms of it in NIXL",
+            done["micros"].as_f64().unwrap() / 1e3,
+            done["inside"].as_f64().unwrap_or(f64::NAN) / 1e3
+        );
+        // The last block is full only in part.
+        digests.push(d.ask(json!({"do": "digest", "blocks": local[..local.len() - 1]})));
+    }
+    digests
+}
+
+fn wait_until_free(authority: &str, held: f64) {
+    let started = Instant::now();
+    while metric(authority, "vllm:kv_cache_usage_perc") > held {
+        assert!(started.elapsed() < Duration::from_secs(10), "the blocks are still held");
+    }
+    println!("P's KV usage is back at {held} after {:.1} ms", started.elapsed().as_secs_f64() * 1e3);
 }
 
 #[test]
@@ -98,40 +161,37 @@ fn blocks_of_a_real_vllm_are_pulled_and_freed() {
     }
     let authority = url.trim_start_matches("http://").trim_end_matches('/');
     let expired = metric(authority, "vllm:nixl_num_kv_expired_reqs_total");
+    let free = metric(authority, "vllm:kv_cache_usage_perc");
     let prompt = |n: usize| format!("prompt {n}: ") + &"the name is bound in the local scope; ".repeat(12);
-    let mut handed: Vec<Value> = (0..3).map(|n| prefill(authority, &prompt(n))).collect();
-    handed.push(prefill(authority, &prompt(0)));
-    assert!(metric(authority, "vllm:kv_cache_usage_perc") > 0.0, "the blocks are held");
+    let hand_over = || [0, 1, 2, 0].map(|n| prefill(authority, &prompt(n)));
+    let handed = hand_over();
+    assert!(metric(authority, "vllm:kv_cache_usage_perc") > free, "the blocks are held");
 
+    let factors = factors(model);
+    let started = Instant::now();
     let payload = ask_for_payload(&handed[0]);
-    let hash = factors(model).digest();
-    assert_eq!(NixlHandshakePayload::decode(&payload).unwrap().compatibility_hash, hash);
-    let mut d = Steered::rust(&[]);
-    d.ask(json!({"do": "engine", "name": "kvbaton-d", "blocks": 128, "like": hex(&payload), "heads": 2,
-        "version": "1.5.1", "hash": hash, "progress": "polling", "lease": 30}));
-    let mut digests = Vec::new();
-    for (n, params) in handed.iter().enumerate() {
-        let remote = params["remote_block_ids"][0].as_array().unwrap().len() as u64;
-        let local: Vec<u64> = (0..remote).map(|i| 1 + n as u64 * remote + i).collect();
-        let done = d.ask(json!({"do": "consume", "request": format!("d-{n}"), "params": params,
-            "tokens": number(params, "remote_num_tokens"), "blocks": local, "payload": hex(&payload),
-            "seconds": 30}));
-        assert_eq!((&done["finished"], &done["failed"]), (&json!([format!("d-{n}")]), &json!([])));
-        assert_eq!(done["handshakes"], json!(u64::from(n == 0)));
-        println!("hand-off {n}: {remote} blocks, {} us, in NIXL {} us", done["micros"], done["inside"]);
-        // The last block is full only in part.
-        digests.push(d.ask(json!({"do": "digest", "blocks": local[..local.len() - 1]})));
-    }
+    println!("handshake over the side channel: {} bytes in {:?}", payload.len(), started.elapsed());
+    let theirs = NixlHandshakePayload::decode(&payload).unwrap().compatibility_hash;
+    assert_eq!(theirs, factors.digest(), "the compatibility hash of the engine's real factors");
+    println!("compatibility hash {theirs}: equal");
+
+    let digests = pull(&mut decode_engine(&payload, &factors), &handed, &payload, "side channel");
     assert!(digests.iter().all(|digest| digest["zeros"].as_u64().unwrap() < 10_000), "{digests:?}");
     assert_eq!(digests[0], digests[3], "one prompt, one content");
     assert!(digests[0] != digests[1] && digests[1] != digests[2], "other prompts, other contents");
+    wait_until_free(authority, free);
 
-    let started = Instant::now();
-    while metric(authority, "vllm:kv_cache_usage_perc") > 0.0 {
-        assert!(started.elapsed() < Duration::from_secs(10), "the blocks are still held");
+    if let Ok(registry) = std::env::var("KVBATON_VLLM_REGISTRY") {
+        let handed = hand_over();
+        let started = Instant::now();
+        let engine_id = handed[0]["remote_engine_id"].as_str().unwrap();
+        let fetched = through_registry(&registry, engine_id, &payload);
+        println!("put into the HTTP registry and fetched in {:?}: equal", started.elapsed());
+        let again = pull(&mut decode_engine(&fetched, &factors), &handed, &fetched, "registry");
+        assert_eq!(again, digests, "the same prompts, the same contents");
+        wait_until_free(authority, free);
     }
-    println!("freed within {:?}", started.elapsed());
-    assert_eq!(metric(authority, "vllm:nixl_num_kv_expired_reqs_total"), expired);
+    assert_eq!(metric(authority, "vllm:nixl_num_kv_expired_reqs_total"), expired, "no lease ran out");
 }
 
 #[test]
@@ -160,5 +220,5 @@ fn an_agent_that_only_notifies_frees_the_blocks_of_a_real_vllm() {
     while metric(authority, "vllm:kv_cache_usage_perc") >= held {
         assert!(started.elapsed() < Duration::from_secs(10), "the blocks are still held");
     }
-    println!("freed within {:?}", started.elapsed());
+    println!("an agent that only notifies: freed within {:?}", started.elapsed());
 }

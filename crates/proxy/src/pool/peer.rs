@@ -9,6 +9,7 @@ use arc_swap::ArcSwap;
 use http::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use http::uri::{Authority, PathAndQuery, Scheme, Uri};
 use kv_connector::protocol::params::Generation;
+use kv_connector::transport::NixlVersion;
 use parking_lot::{Mutex, RwLock};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -74,7 +75,7 @@ pub enum Authorization {
 pub struct PeerSpec {
     /// Its role; implied by the list it stands in when it comes from the settings.
     pub role: Role,
-    /// Base URL, `http://host:port` with an optional path prefix.
+    /// Base URL, `http://host:port` or `https://host:port` with an optional path prefix.
     pub url: String,
     /// Name shown to operators and used as its id; made from role and position when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -118,6 +119,13 @@ pub struct PeerSpec {
     /// The endpoints on which the engine takes hand-offs; by its version when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hand_offs: Option<Vec<Endpoint>>,
+    /// Whether the router notifies this prefill engine itself, over NIXL, of hand-offs that nobody
+    /// will read. Done only while the NIXL versions of both are known to fit.
+    #[serde(default)]
+    pub notify: bool,
+    /// The version of NIXL that it runs, such as `1.5.1`; it may also announce it itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nixl_version: Option<String>,
     /// What becomes of the client's `Authorization`.
     #[serde(default)]
     pub authorization: Authorization,
@@ -146,6 +154,8 @@ impl PeerSpec {
             dp_rank: None,
             dp_split: false,
             hand_offs: None,
+            notify: false,
+            nixl_version: None,
             authorization: Authorization::Forward,
             token: None,
         }
@@ -185,8 +195,8 @@ pub enum PeerSpecError {
         /// What was given.
         url: String,
     },
-    /// TLS to engines is not spoken.
-    #[error("{url:?}: only http:// engines can be reached")]
+    /// Engines are reached over HTTP and HTTPS only.
+    #[error("{url:?}: only http:// and https:// engines can be reached")]
     Scheme {
         /// What was given.
         url: String,
@@ -215,6 +225,15 @@ pub enum PeerSpecError {
     /// The data-parallel rank is not one of so many, or there is nothing to split.
     #[error("dp_rank must be below dp_size and below {MAX_RANKS}; dp_split needs dp_size and no dp_rank")]
     Ranks,
+    /// Only prefill engines are notified.
+    #[error("notify is for prefill engines")]
+    Notify,
+    /// `nixl_version` is no version.
+    #[error("{version:?} is not a NIXL version such as 1.5.1")]
+    NixlVersion {
+        /// What was given.
+        version: String,
+    },
     /// Another peer has this name or this role, URL and rank.
     #[error("a peer with the same name or the same role, url and dp_rank exists: {id}")]
     Exists {
@@ -311,7 +330,7 @@ impl Peer {
         let bad_url = || PeerSpecError::Url { url: spec.url.clone() };
         let uri: Uri = spec.url.parse().map_err(|_| bad_url())?;
         let scheme = uri.scheme().cloned().ok_or_else(bad_url)?;
-        if scheme != Scheme::HTTP {
+        if scheme != Scheme::HTTP && scheme != Scheme::HTTPS {
             return Err(PeerSpecError::Scheme { url: spec.url.clone() });
         }
         let authority = uri.authority().cloned().ok_or_else(bad_url)?;
@@ -345,6 +364,12 @@ impl Peer {
         let unsplittable = spec.dp_split && (spec.dp_size.is_none() || spec.dp_rank.is_some());
         if unsplittable || spec.dp_rank.is_some_and(|rank| rank >= size) {
             return Err(PeerSpecError::Ranks);
+        }
+        if spec.notify && spec.role != Role::Prefill {
+            return Err(PeerSpecError::Notify);
+        }
+        if let Some(version) = spec.nixl_version.as_ref().filter(|text| NixlVersion::parse(text).is_none()) {
+            return Err(PeerSpecError::NixlVersion { version: version.clone() });
         }
         let prefix = uri.path().trim_end_matches('/').to_owned();
         let observed = Observed { generation: spec.generation, ..Observed::default() };

@@ -115,7 +115,10 @@ async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) -> bool 
     // An engine that was never ready may be starting: that is said once, when it has had its time.
     let starting = before != PeerState::Ready && !refused;
     let news = if starting { in_a_row == settings.patience } else { before != now };
-    if news && now == PeerState::Unreachable {
+    if news && now == PeerState::Unreachable && !peer.standing.is_open() {
+        // Whoever was told to go, or says so, is expected to be gone.
+        tracing::info!(peer = %peer.id, role, %url, reason, "an engine that gets no requests is not usable");
+    } else if news && now == PeerState::Unreachable {
         tracing::warn!(peer = %peer.id, role, %url, reason, "an engine is not usable by its probes");
     }
     shows_news
@@ -136,11 +139,17 @@ enum Unwell {
     Status { path: &'static str, status: u16 },
     #[error("probe: the model list is not one")]
     Models,
+    #[error("probe: the url leads back to this router")]
+    Itself,
 }
 
 impl Unwell {
     fn is_refusal(&self) -> bool {
-        matches!(self, Self::Broken(failure) if failure.broken == Broken::Connect)
+        match self {
+            Self::Broken(failure) => failure.broken == Broken::Connect,
+            Self::Itself => true,
+            Self::Silent | Self::Status { .. } | Self::Models => false,
+        }
     }
 
     /// Slowness, of the engine or of this machine, rather than a word that the engine is gone.
@@ -148,7 +157,7 @@ impl Unwell {
         match self {
             Self::Silent => true,
             Self::Broken(failure) => failure.broken != Broken::Connect,
-            Self::Status { .. } | Self::Models => false,
+            Self::Status { .. } | Self::Models | Self::Itself => false,
         }
     }
 }
@@ -160,6 +169,9 @@ async fn look(peer: &Arc<Peer>, upstream: &Upstream) -> Result<Seen, Unwell> {
         return Err(Unwell::Status { path: "/health", status: status.as_u16() });
     }
     let (status, body) = get(peer, upstream, "/v1/models").await?;
+    if status == StatusCode::LOOP_DETECTED {
+        return Err(Unwell::Itself);
+    }
     if !status.is_success() {
         return Err(Unwell::Status { path: "/v1/models", status: status.as_u16() });
     }

@@ -57,6 +57,12 @@ pub struct RegistryChange {
     /// Who has the address now, when the engine was replaced.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replaced_by: Option<String>,
+    /// The credential that owns the engine.
+    #[serde(skip)]
+    pub(crate) owner: Option<Arc<str>>,
+    /// The model that it had before, where the change is of that.
+    #[serde(skip)]
+    pub(crate) model_before: Option<String>,
 }
 
 /// The newest changes in order.

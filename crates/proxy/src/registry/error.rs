@@ -63,6 +63,18 @@ pub enum RegistryError {
         /// The id.
         engine_id: String,
     },
+    /// The engine, or whoever is at its address, belongs to another credential.
+    #[error("the engine `{engine_id}` belongs to another credential")]
+    NotOwner {
+        /// The id of the engine that is another's.
+        engine_id: String,
+    },
+    /// The engine serves a model that its credential is not for.
+    #[error("this credential is not for engines of the model `{model}`")]
+    ModelNotAllowed {
+        /// The model.
+        model: String,
+    },
     /// As many watchers as may are there.
     #[error("{limit} watchers are there already")]
     TooManyWatchers {

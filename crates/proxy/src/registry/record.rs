@@ -99,6 +99,8 @@ pub struct EngineRecord {
     pub ttl: Option<Duration>,
     /// Its ranks.
     pub ranks: BTreeMap<Rank, Arc<RankView>>,
+    /// The credential that alone may change it; `None` until one has registered it.
+    pub owner: Option<Arc<str>>,
     pub(crate) pulse: Arc<Mutex<Pulse>>,
 }
 
@@ -169,6 +171,7 @@ impl EngineRecord {
             && self.state == other.state
             && self.generation == other.generation
             && self.ttl == other.ttl
+            && self.owner == other.owner
     }
 
     fn about(&self) -> AboutEngine {

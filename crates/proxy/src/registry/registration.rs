@@ -15,6 +15,7 @@ use super::address::canonical_base_url;
 use super::clock::Echo;
 use super::error::{FieldProblem, PayloadPart, RegistryError};
 use super::limits::RegistryLimits;
+use super::ownership::Writer;
 use super::record::{EngineRole, EngineState, Rank, RankView};
 
 /// One engine as it registers itself.
@@ -42,6 +43,8 @@ pub struct Registration {
     pub clock: Option<f64>,
     /// All its ranks; `None` keeps those that are known.
     pub ranks: Option<Vec<RankPayload>>,
+    /// On whose behalf this is written.
+    pub writer: Writer,
 }
 
 /// One rank's payload.

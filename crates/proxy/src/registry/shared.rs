@@ -11,6 +11,7 @@ use tokio::time::Instant;
 use super::change::ChangeKind;
 use super::clock::{ClockReading, SharedReading};
 use super::error::RegistryError;
+use super::ownership::Writer;
 use super::record::{EngineRecord, Rank, RankView};
 use super::registration::{Heartbeat, Registration, check_payload};
 use super::state::State;
@@ -108,6 +109,7 @@ impl Registry {
     /// It cannot be used, or there is no room.
     pub(crate) fn plan_rank(
         &self,
+        writer: &Writer,
         engine_id: &str,
         rank: Rank,
         payload: Bytes,
@@ -115,6 +117,9 @@ impl Registry {
         let view = Arc::new(check_payload(engine_id, rank, payload, &self.shared.limits)?);
         let state = self.shared.state.read();
         let known = state.engines.get(engine_id).cloned();
+        if let Some(known) = &known {
+            writer.may_change(known)?;
+        }
         let before = known.as_ref().and_then(|known| known.ranks.get(&rank));
         let outcome = match before {
             None => Registered::Created,
@@ -124,6 +129,7 @@ impl Registry {
         let mut record = known.as_deref().cloned().unwrap_or_else(|| unnamed(engine_id));
         if outcome != Registered::Unchanged {
             record.ranks.insert(rank, view);
+            writer.claim(&mut record, &state)?;
         }
         continue_life(&mut record, known.as_deref(), &state);
         Ok((self.plan(record, known, &state)?, outcome))

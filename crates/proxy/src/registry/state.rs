@@ -104,8 +104,15 @@ impl State {
             self.addresses.insert(address, engine_id.clone());
         }
         let kind = if before.is_some() { ChangeKind::Updated } else { ChangeKind::Registered };
-        let change =
-            RegistryChange { revision: record.revision, kind, engine: record.summary(), replaced_by: None };
+        let model_before = before.and_then(|before| before.model.clone());
+        let change = RegistryChange {
+            revision: record.revision,
+            kind,
+            engine: record.summary(),
+            replaced_by: None,
+            owner: record.owner.clone(),
+            model_before: model_before.filter(|model| Some(model) != record.model.as_ref()),
+        };
         self.history.push(change);
         let record = Arc::new(record);
         self.engines.insert(engine_id, Arc::clone(&record));
@@ -146,7 +153,14 @@ impl State {
             self.addresses.remove(&address);
         }
         let revision = self.history.advance();
-        self.history.push(RegistryChange { revision, kind, engine: record.summary(), replaced_by });
+        self.history.push(RegistryChange {
+            revision,
+            kind,
+            engine: record.summary(),
+            replaced_by,
+            owner: record.owner.clone(),
+            model_before: None,
+        });
         true
     }
 

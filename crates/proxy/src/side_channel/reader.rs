@@ -24,7 +24,7 @@ use crate::Core;
 use crate::pool::peer::{Peer, Role};
 use crate::pool::probe;
 use crate::registry::{
-    EngineRecord, EngineRole, EngineState, Heartbeat, Rank, RankPayload, Registration, RegistryError,
+    EngineRecord, EngineRole, EngineState, Heartbeat, Rank, RankPayload, Registration, RegistryError, Writer,
     canonical_base_url,
 };
 
@@ -230,6 +230,8 @@ fn register(
         ttl_seconds: Some(ttl.min(core.registry.longest_ttl()).as_secs_f64()),
         clock: None,
         ranks: Some(ranks.collect()),
+        // Whoever answers there can name any engine: one that has registered itself is not touched.
+        writer: Writer::Observer,
     })?;
     core.side_channels.registered(engine_id, receipt.revision);
     // It may have been taken out of the fleet in the meantime.

@@ -22,7 +22,7 @@ use tokio_util::task::TaskTracker;
 
 use super::settings::{StoreKind, StoreSettings};
 use super::{Storage, StoreView};
-use crate::registry::{Heartbeat, Rank, Receipt, Registered, Registration, Registry, RegistryError};
+use crate::registry::{Heartbeat, Rank, Receipt, Registered, Registration, Registry, RegistryError, Writer};
 use background::Background;
 use link::Link;
 use operator::Decided;
@@ -120,6 +120,7 @@ impl Storage for Etcd {
 
     async fn put_rank(
         &self,
+        writer: &Writer,
         engine_id: &str,
         rank: Rank,
         payload: Bytes,
@@ -127,7 +128,7 @@ impl Storage for Etcd {
         let mut first = None;
         let plan = self
             .commit(|registry| {
-                let (plan, outcome) = registry.plan_rank(engine_id, rank, payload.clone())?;
+                let (plan, outcome) = registry.plan_rank(writer, engine_id, rank, payload.clone())?;
                 // Another try may find what the one before did.
                 first.get_or_insert(outcome);
                 Ok(plan)
@@ -137,9 +138,15 @@ impl Storage for Etcd {
         Ok(first.unwrap_or(Registered::Unchanged))
     }
 
-    async fn heartbeat(&self, engine_id: &str, heartbeat: &Heartbeat) -> Result<Receipt, RegistryError> {
+    async fn heartbeat(
+        &self,
+        writer: &Writer,
+        engine_id: &str,
+        heartbeat: &Heartbeat,
+    ) -> Result<Receipt, RegistryError> {
         heartbeat.check()?;
         self.catch_up(engine_id).await;
+        self.registry.check_writer(writer, engine_id)?;
         if self.registry.engine(engine_id).is_some() && self.registry.stored(engine_id).is_none() {
             return self.registry.heartbeat(engine_id, heartbeat);
         }
@@ -159,9 +166,9 @@ impl Storage for Etcd {
         Ok(receipt)
     }
 
-    async fn remove(&self, engine_id: &str) -> Result<bool, RegistryError> {
+    async fn remove(&self, writer: &Writer, engine_id: &str) -> Result<bool, RegistryError> {
         self.catch_up(engine_id).await;
-        self.commit_removal(engine_id).await
+        self.commit_removal(writer, engine_id).await
     }
 
     fn view(&self) -> StoreView {

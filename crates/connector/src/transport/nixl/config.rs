@@ -1,7 +1,6 @@
 //! Settings of the NIXL transport, versions of peers, and why an agent could not be had.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,6 +9,8 @@ use parking_lot::Mutex;
 use thiserror::Error;
 
 use crate::transport::{AgentName, TransportError};
+
+pub use crate::transport::NixlVersion;
 
 use super::blob;
 
@@ -68,41 +69,6 @@ impl NixlConfig {
             call_timeout: Duration::from_secs(10),
             linger: Duration::from_millis(200),
         }
-    }
-}
-
-/// A version of NIXL.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct NixlVersion {
-    /// Major number.
-    pub major: u32,
-    /// Minor number.
-    pub minor: u32,
-    /// Patch number.
-    pub patch: u32,
-}
-
-impl NixlVersion {
-    /// Reads `1.5.1`; a suffix after the third number is ignored.
-    pub fn parse(text: &str) -> Option<Self> {
-        let mut parts = text.splitn(3, '.');
-        let (major, minor) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
-        let rest = parts.next()?;
-        let digits = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
-        Some(Self { major, minor, patch: rest[..digits].parse().ok()? })
-    }
-
-    /// True when agents of the two versions can talk: 1.4 brought a UCX whose first message ends
-    /// a process with an older one.
-    pub fn talks_with(self, other: Self) -> bool {
-        let generation = |version: Self| (version.major, version.major == 1 && version.minor >= 4);
-        generation(self) == generation(other)
-    }
-}
-
-impl fmt::Display for NixlVersion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}.{}", self.major, self.minor, self.patch)
     }
 }
 

@@ -146,6 +146,19 @@ impl NixlAgent {
         &self.name
     }
 
+    /// Sends a notification and waits until NIXL has taken it, which is not yet delivery: a broken
+    /// connection shows at the next notification, one to a peer that never answers not at all.
+    ///
+    /// # Errors
+    /// An unknown agent, or NIXL refuses; the connection to the agent is then of no more use.
+    pub fn notify_heard(&mut self, agent: &AgentName, message: &[u8]) -> Result<(), TransportError> {
+        if !self.known.contains(agent) {
+            return Err(TransportError::UnknownAgent(agent.0.clone()));
+        }
+        let (agent, message) = (agent.0.clone(), message.to_vec());
+        self.call(|reply| Command::Notify { agent, message, reply: Some(reply) }, None)
+    }
+
     /// Transfer and list handles that were given out and not released.
     pub fn live_handles(&self) -> usize {
         self.transfers.len() + self.lists.len()
@@ -407,7 +420,8 @@ impl Transport for NixlAgent {
         if !self.known.contains(agent) {
             return Err(TransportError::UnknownAgent(agent.0.clone()));
         }
-        self.send(Command::Notify { agent: agent.0.clone(), message: message.to_vec() }, &agent.0)
+        let command = Command::Notify { agent: agent.0.clone(), message: message.to_vec(), reply: None };
+        self.send(command, &agent.0)
     }
 
     fn take_notifications(&mut self) -> Vec<(AgentName, Vec<u8>)> {

@@ -25,16 +25,43 @@ pub(super) type Reply = SyncSender<Result<(), TransportError>>;
 
 /// What callers ask of the thread; handles are theirs to choose.
 pub(super) enum Command {
-    Register { id: u64, memory: MemoryType, ranges: Vec<Descriptor>, reply: Reply },
-    Deregister { id: u64, reply: Reply },
-    AddAgent { blob: Vec<u8>, reply: Reply },
+    Register {
+        id: u64,
+        memory: MemoryType,
+        ranges: Vec<Descriptor>,
+        reply: Reply,
+    },
+    Deregister {
+        id: u64,
+        reply: Reply,
+    },
+    AddAgent {
+        blob: Vec<u8>,
+        reply: Reply,
+    },
     RemoveAgent(String),
-    Prepare { id: u64, agent: Option<String>, memory: MemoryType, descriptors: Vec<Descriptor>, reply: Reply },
+    Prepare {
+        id: u64,
+        agent: Option<String>,
+        memory: MemoryType,
+        descriptors: Vec<Descriptor>,
+        reply: Reply,
+    },
     ReleaseList(u64),
-    Make { id: u64, agent: String, selection: Selection, cell: Arc<TransferCell> },
+    Make {
+        id: u64,
+        agent: String,
+        selection: Selection,
+        cell: Arc<TransferCell>,
+    },
     Post(u64),
     Release(u64),
-    Notify { agent: String, message: Vec<u8> },
+    /// Without `reply` the caller does not want to know whether NIXL took it.
+    Notify {
+        agent: String,
+        message: Vec<u8>,
+        reply: Option<Reply>,
+    },
 }
 
 struct Transfer {
@@ -192,7 +219,11 @@ impl Owner {
                 self.end_registrations();
                 answer(&reply, Ok(()));
             }
-            Command::AddAgent { blob, reply } => answer(&reply, self.add_agent(&blob)),
+            Command::AddAgent { blob, reply } => {
+                // Who is added again must not keep the connection that it was removed for.
+                self.forget_leaving();
+                answer(&reply, self.add_agent(&blob));
+            }
             Command::RemoveAgent(agent) => self.remove_agent(agent),
             Command::Prepare { id, agent, memory, descriptors, reply } => {
                 let done = self.objects.prepare(id, agent.as_deref(), memory, &descriptors);
@@ -210,11 +241,17 @@ impl Owner {
             Command::Make { id, agent, selection, cell } => self.make(id, agent, &selection, cell),
             Command::Post(id) => self.to_post.push_back(id),
             Command::Release(id) => self.release(id),
-            Command::Notify { agent, message } => {
+            Command::Notify { agent, message, reply } => {
                 self.last_sent = Some(Instant::now());
-                if let Err(error) = self.objects.notify(&agent, &message) {
-                    tracing::warn!(agent, %error, "a notification could not be sent");
+                let sent = self.objects.notify(&agent, &message);
+                if let Err(error) = &sent {
                     self.shared.set_broken(&agent);
+                    if reply.is_none() {
+                        tracing::warn!(agent, %error, "a notification could not be sent");
+                    }
+                }
+                if let Some(reply) = reply {
+                    answer(&reply, sent.map_err(|_| TransportError::Backend("send a notification")));
                 }
             }
         }

@@ -10,7 +10,7 @@ use super::Etcd;
 use super::link::LinkFault;
 use super::wire::{BATCH_BYTES, BATCH_OPERATIONS, EngineValue, PIECE, RankValue, Removal, SCHEMA, write};
 use crate::registry::shared::{Plan, lease_seconds};
-use crate::registry::{EngineRecord, Rank, RankView, Registry, RegistryError};
+use crate::registry::{EngineRecord, Rank, RankView, Registry, RegistryError, Writer};
 
 /// How often a change is planned anew because others changed the same.
 const ATTEMPTS: usize = 5;
@@ -74,9 +74,14 @@ impl Etcd {
     ///
     /// # Errors
     /// As [`Self::commit`].
-    pub(super) async fn commit_removal(&self, engine_id: &str) -> Result<bool, RegistryError> {
+    pub(super) async fn commit_removal(
+        &self,
+        writer: &Writer,
+        engine_id: &str,
+    ) -> Result<bool, RegistryError> {
         for _attempt in 0..ATTEMPTS {
             let Some(record) = self.registry.engine(engine_id) else { return Ok(false) };
+            writer.may_change(&record)?;
             let stored = self.registry.stored(engine_id).filter(|stored| !stored.lost);
             let Some(stored) = stored else { return Ok(self.registry.remove(engine_id)) };
             match self.attempt(self.erase(&record, stored.revision)).await? {

@@ -174,6 +174,9 @@ pub(super) struct EngineValue {
     generation: u64,
     registered_at: u64,
     ttl_seconds: Option<f64>,
+    /// The credential that it belongs to.
+    #[serde(default)]
+    owner: Option<String>,
     pub(super) ranks: Vec<RankValue>,
 }
 
@@ -226,6 +229,7 @@ impl EngineValue {
             generation: record.generation,
             registered_at: record.registered_at,
             ttl_seconds: record.ttl.map(|ttl| ttl.as_secs_f64()),
+            owner: record.owner.as_deref().map(str::to_owned),
             ranks: ranks.collect(),
         }
     }
@@ -253,6 +257,7 @@ impl EngineValue {
             registered_at: self.registered_at,
             ttl: ttl.map_err(|error| ValueFault::Garbled(error.to_string()))?,
             ranks,
+            owner: self.owner.map(Arc::from),
             pulse: Arc::default(),
         })
     }
@@ -315,7 +320,7 @@ mod tests {
 
     const VALUE: &str = r#"{"schema":1,"engine_id":"a","base_url":"http://h:1","role":"prefill",
         "model":"m","dp_rank":1,"vllm_version":null,"traits":{"tp_size":2},"state":"draining",
-        "generation":3,"registered_at":7,"ttl_seconds":1.5,"ranks":[{"pp_rank":0,"tp_rank":1,
+        "generation":3,"registered_at":7,"ttl_seconds":1.5,"owner":"o","ranks":[{"pp_rank":0,"tp_rank":1,
         "sha256":"00","bytes":524289,"token":"t","registered_at":8}]}"#;
 
     #[test]
@@ -325,6 +330,7 @@ mod tests {
         assert_eq!(read_back.ranks[0].pieces().collect::<Vec<_>>(), [524_288, 1]);
         let record = read_back.into_record(BTreeMap::new()).unwrap();
         assert_eq!(record.ttl, Some(Duration::from_millis(1500)));
+        assert_eq!(record.owner.as_deref(), Some("o"));
         assert_eq!((record.state, record.traits.tp_size), (EngineState::Draining, Some(2)));
     }
 
