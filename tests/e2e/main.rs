@@ -33,11 +33,14 @@ mod notify_vllm;
 mod program;
 mod registry;
 mod registry_v1;
+mod restart;
 mod retry;
 mod right_answers;
 mod secrecy;
 mod side_channel;
 mod smuggling;
+#[cfg(feature = "etcd")]
+mod store;
 mod stream;
 mod stream_bounds;
 mod stream_faults;
