@@ -110,6 +110,11 @@ impl Lease {
         self.hold.as_ref().map(|hold| hold.hand_off.part.clone())
     }
 
+    /// Whose blocks they are.
+    pub(crate) fn prefill(&self) -> Option<&Arc<Peer>> {
+        self.hold.as_ref().map(|hold| &hold.prefill)
+    }
+
     /// Since when the prefill engine holds the blocks.
     pub(crate) fn granted(&self) -> Option<Instant> {
         self.hold.as_ref().map(|hold| hold.granted)
@@ -308,7 +313,7 @@ impl Hold {
         };
         let deadline = self.core.settings.timeouts.release;
         let response = match self.core.upstream.send(leg(body.clone()), deadline).await {
-            Err(failure) if failure.stale => self.core.upstream.send(leg(body), deadline).await?,
+            Err(failure) if failure.stale => self.core.upstream.send_anew(leg(body), deadline).await?,
             sent => sent?,
         };
         let status = response.status();

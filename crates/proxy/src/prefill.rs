@@ -41,13 +41,14 @@ struct Running {
 }
 
 impl PrefillLeg {
-    /// Prepares the leg; it is sent when its answer is first awaited.
+    /// Prepares the leg; it is sent when its answer is first awaited, `anew` on a connection of its own.
     pub(crate) fn start(
         core: &Arc<Core>,
         in_flight: InFlight,
         request: &ClientRequest,
         request_id: &RequestId,
         headers: HeaderMap,
+        anew: bool,
     ) -> Self {
         let peer = Arc::clone(&in_flight.peer);
         // That generation hands off only what ended by length.
@@ -56,7 +57,7 @@ impl PrefillLeg {
         let exchange = Arc::clone(core);
         let answer = Box::pin(async move {
             let leg = Leg { stage: Stage::Prefill, peer: &peer, method: Method::POST, path, headers, body };
-            exchange.whole_answer(leg).await
+            exchange.whole_answer(leg, anew).await
         });
         let (request, request_id) = (request.clone(), request_id.clone());
         let running = Running { answer, core: Arc::clone(core), in_flight, request, request_id };
@@ -90,7 +91,8 @@ impl Running {
     /// its blocks could then be named by nobody until the lease ends.
     async fn abandon(self) {
         let Self { answer, core, in_flight, request, request_id } = self;
-        let grace = core.settings.hand_off.abandon_grace;
+        let of_peer = in_flight.peer.spec.abandon_grace;
+        let grace = of_peer.unwrap_or(core.settings.hand_off.abandon_grace);
         let leaving = async {
             core.stop.cancelled().await;
             tokio::time::sleep(LEAVING).await;
@@ -132,11 +134,16 @@ impl Core {
         move |engine_id| if check { self.registry.tokens_per_block(engine_id) } else { None }
     }
 
-    async fn whole_answer(&self, leg: Leg<'_>) -> Answered {
+    async fn whole_answer(&self, leg: Leg<'_>, anew: bool) -> Answered {
         let stage = leg.stage;
         let deadline = self.settings.timeouts.prefill + self.settings.hand_off.abandon_grace;
         let exchange = async {
-            let (head, body) = self.upstream.send(leg, deadline).await?.into_parts();
+            let sent = if anew {
+                self.upstream.send_anew(leg, deadline).await
+            } else {
+                self.upstream.send(leg, deadline).await
+            };
+            let (head, body) = sent?.into_parts();
             let answer = self.upstream.collect(stage, body, self.settings.limits.answer_bytes).await?;
             Ok((Response::from_parts(head, ()), answer))
         };

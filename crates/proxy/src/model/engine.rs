@@ -85,7 +85,9 @@ async fn decode(world: &World, body: &Value, params: &Value) -> Answer {
         return Ok(refusal(StatusCode::NOT_FOUND));
     }
     if hands_off {
-        let Some(read) = world.read(&engine, &request) else {
+        // A release by reading: what it reads is thrown away and found by nobody.
+        let discarded = body["cache_salt"].is_string();
+        let Some(read) = world.read(&engine, &request, discarded) else {
             return Ok(refusal(StatusCode::INTERNAL_SERVER_ERROR));
         };
         tokio::time::sleep(world.up_to(Duration::from_millis(500))).await;

@@ -143,13 +143,17 @@ impl World {
         }
     }
 
-    /// A decode engine begins to read; none if the blocks' engine has ended.
-    pub(super) fn read(&self, engine_id: &str, request: &str) -> Option<Read> {
+    /// A decode engine begins to read, perhaps what will be discarded; none if the blocks' engine has ended.
+    pub(super) fn read(&self, engine_id: &str, request: &str, discarded: bool) -> Option<Read> {
         let mut state = self.state.lock();
         if !state.is_alive(engine_id) {
             return None;
         }
         let what = (engine_id.to_owned(), request.to_owned());
+        if discarded {
+            drop(state);
+            return Some(Read { world: self.clone(), what: Default::default() });
+        }
         if !state.held.contains(&what) {
             state.violations.push(format!("read after they were free: {what:?}"));
         }
