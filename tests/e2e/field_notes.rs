@@ -108,6 +108,9 @@ async fn item_29_an_answer_names_its_peers_where_that_is_wanted() {
     alone["n"] = json!(2);
     alone["temperature"] = json!(0.5);
     assert_eq!(names(&cluster.post(COMPLETIONS, &alone).await), [String::new(), "d-right".into()]);
+    arm(cluster.p(), Leg::Prefill, refuse(400));
+    let refused = cluster.post(COMPLETIONS, &completion(PROMPT, 3)).await;
+    assert_eq!((refused.status, names(&refused)), (400, ["p-left".into(), String::new()]));
     cluster.finish().await;
 
     let cluster = Cluster::builder().start().await;
