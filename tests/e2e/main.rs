@@ -14,6 +14,7 @@
 mod abandon;
 mod admin;
 mod bad_input;
+mod chaos;
 mod credentials;
 mod engine_faults;
 mod field_notes;
@@ -32,11 +33,14 @@ mod notify_vllm;
 mod program;
 mod registry;
 mod registry_v1;
+mod restart;
 mod retry;
 mod right_answers;
 mod secrecy;
 mod side_channel;
 mod smuggling;
+#[cfg(feature = "etcd")]
+mod store;
 mod stream;
 mod stream_bounds;
 mod stream_faults;

@@ -11,6 +11,7 @@ use crate::connection::EngineTls;
 use crate::registry_address::RegistryAddress;
 use crate::request::InjectedHandOff;
 use crate::side_channel::settings::SideChannelSettings;
+use crate::store::StoreSettings;
 
 /// What the core needs to know to serve requests.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -30,6 +31,8 @@ pub struct Settings {
     pub retry: Retry,
     /// Bounds on memory.
     pub limits: Limits,
+    /// Where what several routers must agree on is kept.
+    pub store: StoreSettings,
     /// TLS to engines, made of files that the core does not read.
     #[serde(skip)]
     pub engine_tls: EngineTls,
@@ -224,8 +227,9 @@ pub struct HandOffPolicy {
     /// lease silently fetches other requests' KV.
     #[serde(with = "humantime_serde")]
     pub lease_margin: Duration,
-    /// How long a prefill whose client has left may still end by itself; then it is aborted. What
-    /// has ended cannot be aborted any more, so without this its blocks stay until the lease ends.
+    /// How long a prefill that nobody waits for any more may still end by itself; then it is aborted. One
+    /// that ends in that very moment keeps its blocks until the lease ends, so a short grace saves work of
+    /// prefill engines and costs blocks.
     #[serde(with = "humantime_serde")]
     pub abandon_grace: Duration,
     /// Whether a hand-off must name enough blocks for its tokens where the registry knows the
@@ -267,7 +271,7 @@ impl Default for HandOffPolicy {
             lease: Duration::from_secs(30),
             lease_v2: Duration::from_secs(480),
             lease_margin: Duration::from_secs(5),
-            abandon_grace: Duration::from_secs(5),
+            abandon_grace: Duration::from_secs(300),
             check_block_count: true,
             address_check: AddressCheck::Known,
             min_prompt_bytes: 0,
