@@ -30,6 +30,7 @@ mod notify;
 mod notify_vllm;
 mod program;
 mod registry;
+mod registry_bench;
 mod registry_v1;
 mod retry;
 mod right_answers;
