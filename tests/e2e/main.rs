@@ -31,6 +31,7 @@ mod notify_vllm;
 mod program;
 mod registry;
 mod registry_v1;
+mod reload;
 mod retry;
 mod right_answers;
 mod secrecy;

@@ -69,7 +69,7 @@ impl Lease {
         request: &ClientRequest,
         request_id: &RequestId,
     ) -> Self {
-        let policy = &core.settings.hand_off;
+        let policy = &core.settings().hand_off;
         let lasts = prefill.spec.lease.unwrap_or(match hand_off.generation {
             Generation::V2 => policy.lease_v2,
             Generation::V14 => policy.lease,
@@ -117,7 +117,7 @@ impl Lease {
     /// Whether the lease may end before a decode engine has read the blocks.
     pub(crate) fn is_expiring(&self) -> bool {
         self.hold.as_ref().is_some_and(|hold| {
-            let margin = hold.core.settings.hand_off.lease_margin.min(hold.lasts / 2);
+            let margin = hold.core.settings().hand_off.lease_margin.min(hold.lasts / 2);
             hold.granted.elapsed() + margin >= hold.lasts
         })
     }
@@ -193,7 +193,7 @@ enum NotReleased {
 impl Hold {
     /// Releases the hand-off, trying again while the prefill engine may still hold the blocks.
     async fn release(self: Box<Self>) {
-        let deadline = self.core.settings.timeouts.release;
+        let deadline = self.core.settings().timeouts.release;
         let mut pause = RELEASE_PAUSE;
         loop {
             if let Some(way) = tokio::time::timeout(deadline, self.free()).await.unwrap_or(None) {
@@ -295,13 +295,13 @@ impl Hold {
             headers: own_headers(&RequestId::accept(None)),
             body,
         };
-        let deadline = self.core.settings.timeouts.release;
+        let deadline = self.core.settings().timeouts.release;
         let response = match self.core.upstream.send(leg(body.clone()), deadline).await {
             Err(failure) if failure.stale => self.core.upstream.send(leg(body), deadline).await?,
             sent => sent?,
         };
         let status = response.status();
-        let limit = self.core.settings.limits.answer_bytes;
+        let limit = self.core.settings().limits.answer_bytes;
         self.core.upstream.collect(Stage::Decode, response.into_body(), limit).await?;
         Ok(status)
     }

@@ -82,7 +82,7 @@ impl Running {
     /// its blocks could then be named by nobody until the lease ends.
     async fn abandon(self) {
         let Self { answer, core, in_flight, request, request_id } = self;
-        let grace = core.settings.hand_off.abandon_grace;
+        let grace = core.settings().hand_off.abandon_grace;
         let Ok(Ok((head, answer))) = timeout(grace, answer).await else { return };
         if !head.status().is_success() {
             return;
@@ -102,16 +102,16 @@ impl Running {
 impl Core {
     /// What the check of block counts may know.
     pub(crate) fn tokens_per_block(&self) -> impl FnOnce(&str) -> Option<u64> {
-        let check = self.settings.hand_off.check_block_count;
+        let check = self.settings().hand_off.check_block_count;
         move |engine_id| if check { self.registry.tokens_per_block(engine_id) } else { None }
     }
 
     async fn whole_answer(&self, leg: Leg<'_>) -> Answered {
         let stage = leg.stage;
-        let deadline = self.settings.timeouts.prefill;
+        let deadline = self.settings().timeouts.prefill;
         let exchange = async {
             let (head, body) = self.upstream.send(leg, deadline).await?.into_parts();
-            let answer = self.upstream.collect(stage, body, self.settings.limits.answer_bytes).await?;
+            let answer = self.upstream.collect(stage, body, self.settings().limits.answer_bytes).await?;
             Ok((Response::from_parts(head, ()), answer))
         };
         let silent = UpstreamFailure::new(stage, Broken::Timeout, Progress::Sent);

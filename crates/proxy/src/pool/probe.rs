@@ -29,14 +29,14 @@ const SOON: Duration = Duration::from_millis(500);
 pub(crate) fn watch(core: Arc<Core>) {
     let tasks = core.tasks.clone();
     tasks.spawn(async move {
-        let interval = core.settings.probe.interval;
-        let mut pause = tokio::time::interval(interval.min(SOON));
+        let mut pause = tokio::time::interval(core.settings().probe.interval.min(SOON));
         pause.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             let now = tokio::select! {
                 () = core.stop.cancelled() => return,
                 now = pause.tick() => now,
             };
+            let interval = core.settings().probe.interval;
             core.ledger.sweep();
             core.pool.end_quarantines(now);
             for peer in core.pool.all() {
@@ -54,9 +54,10 @@ pub(crate) fn probe_soon(core: &Arc<Core>, peer: Arc<Peer>) {
     let core = Arc::clone(core);
     peer.probed_at(tokio::time::Instant::now());
     tasks.spawn(async move {
+        let settings = core.settings();
         tokio::select! {
             () = core.stop.cancelled() => {}
-            shows_news = probe(&peer, &core.upstream, &core.settings.probe) => {
+            shows_news = probe(&peer, &core.upstream, &settings.probe) => {
                 if shows_news {
                     core.pool.relearn();
                 }
