@@ -2,16 +2,19 @@
 //! Owns what the surface itself refuses; knows the core's errors and how clients see them.
 //! Must never show an engine's address, nor turn an error into a response anywhere else.
 
+mod event;
+mod faces;
+
 use axum::Json;
 use axum::body::Bytes;
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
 use http::header::{HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
-use kvbaton_proxy::{
-    Account, BadRequest, Broken, Endpoint, EventError, HandOffRefusal, PeerSpecError, ProxyError,
-    RegistryError, Stage, UpstreamFailure, error_event,
-};
+use kvbaton_proxy::{Account, PeerSpecError, ProxyError, RegistryError};
 use serde::Serialize;
+
+pub(crate) use event::event_of;
+use faces::{Class, Face, no_room, peer_spec_face, proxy_face, registry_face};
 
 use crate::access::NotLocal;
 use crate::reload::NotReloaded;
@@ -115,32 +118,6 @@ impl JsonFault {
     }
 }
 
-/// OpenAI's classes of errors, as far as this surface needs them.
-#[derive(Clone, Copy)]
-enum Class {
-    InvalidRequest,
-    Authentication,
-    Permission,
-    NotFound,
-    Unavailable,
-    Upstream,
-    Server,
-}
-
-impl Class {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::InvalidRequest => "invalid_request_error",
-            Self::Authentication => "authentication_error",
-            Self::Permission => "permission_error",
-            Self::NotFound => "not_found_error",
-            Self::Unavailable => "unavailable_error",
-            Self::Upstream => "upstream_error",
-            Self::Server => "server_error",
-        }
-    }
-}
-
 /// OpenAI's error body.
 #[derive(Serialize)]
 struct ErrorBody {
@@ -154,45 +131,6 @@ struct ErrorObject {
     class: &'static str,
     param: Option<String>,
     code: &'static str,
-}
-
-/// How one error looks from outside.
-struct Face {
-    status: StatusCode,
-    class: Class,
-    code: &'static str,
-    param: Option<String>,
-    /// Replaces the error's own text where that one is for the log.
-    message: Option<String>,
-    retry: bool,
-}
-
-impl Face {
-    fn new(status: StatusCode, class: Class, code: &'static str) -> Self {
-        Self { status, class, code, param: None, message: None, retry: false }
-    }
-
-    fn invalid(code: &'static str) -> Self {
-        Self::new(StatusCode::BAD_REQUEST, Class::InvalidRequest, code)
-    }
-
-    fn absent(code: &'static str) -> Self {
-        Self::new(StatusCode::NOT_FOUND, Class::NotFound, code)
-    }
-
-    fn upstream(status: StatusCode, code: &'static str, message: String) -> Self {
-        Self { message: Some(message), ..Self::new(status, Class::Upstream, code) }
-    }
-
-    fn param(mut self, param: impl Into<String>) -> Self {
-        self.param = Some(param.into());
-        self
-    }
-
-    fn retry(mut self) -> Self {
-        self.retry = true;
-        self
-    }
 }
 
 impl RouteError {
@@ -263,142 +201,6 @@ impl RouteError {
             Self::Unexpected => Face::new(StatusCode::INTERNAL_SERVER_ERROR, Class::Server, "internal_error"),
         }
     }
-}
-
-fn no_room() -> Face {
-    Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, "no_room").retry()
-}
-
-fn proxy_face(error: &ProxyError) -> Face {
-    match error {
-        ProxyError::BadRequest(bad) => bad_request_face(bad),
-        ProxyError::ModelDenied { .. } => Face::absent("model_not_found").param("model"),
-        ProxyError::NoPeer(stage) => {
-            let code = match stage {
-                Stage::Prefill => "no_prefill",
-                Stage::Decode => "no_decode",
-            };
-            Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, code).retry()
-        }
-        ProxyError::NoCompatiblePair => {
-            Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, "no_compatible_pair").retry()
-        }
-        ProxyError::ShuttingDown => {
-            Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, "shutting_down").retry()
-        }
-        ProxyError::Upstream(failure) => upstream_face(failure),
-        ProxyError::PrefillFailed(status) => {
-            let message = format!("the prefill engine failed with status {status}");
-            Face::upstream(StatusCode::BAD_GATEWAY, "prefill_failed", message)
-        }
-        ProxyError::HandOff(refusal) => {
-            let (code, what) = match refusal {
-                HandOffRefusal::Missing => ("no_hand_off", "no KV hand-off"),
-                HandOffRefusal::Expiring => ("hand_off_expired", "a KV hand-off whose lease is about to end"),
-                _ => ("bad_hand_off", "an unusable KV hand-off"),
-            };
-            Face::upstream(StatusCode::BAD_GATEWAY, code, format!("the prefill engine returned {what}"))
-        }
-    }
-}
-
-fn bad_request_face(bad: &BadRequest) -> Face {
-    let code = match bad {
-        BadRequest::Utf8 { .. } => "invalid_utf8",
-        BadRequest::Json { .. } | BadRequest::NotAnObject => "invalid_json",
-        BadRequest::MissingModel => "model_required",
-        BadRequest::WrongType { .. } => "invalid_type",
-        BadRequest::InjectedHandOff { .. } => "kv_transfer_params_not_allowed",
-        BadRequest::TooManyEdits { .. } => "too_many_repeated_fields",
-    };
-    Face { param: bad.param().map(str::to_owned), ..Face::invalid(code) }
-}
-
-fn upstream_face(failure: &UpstreamFailure) -> Face {
-    let (status, code, what) = match failure.broken {
-        Broken::Connect => (StatusCode::BAD_GATEWAY, "upstream_connect", "could not be reached"),
-        Broken::Reset => (StatusCode::BAD_GATEWAY, "upstream_reset", "ended the connection early"),
-        Broken::Timeout => (StatusCode::GATEWAY_TIMEOUT, "upstream_timeout", "did not answer in time"),
-        Broken::Idle => (StatusCode::GATEWAY_TIMEOUT, "upstream_idle", "stopped sending"),
-        Broken::Total => (StatusCode::GATEWAY_TIMEOUT, "upstream_total", "took longer than allowed"),
-        Broken::NoRoom => return no_room(),
-        Broken::Protocol => (StatusCode::BAD_GATEWAY, "upstream_protocol", "did not answer in HTTP"),
-        Broken::TooLarge => (StatusCode::BAD_GATEWAY, "upstream_too_large", "answered more than can be held"),
-    };
-    Face::upstream(status, code, format!("the {} engine {what}", failure.stage.label()))
-}
-
-fn registry_face(error: &RegistryError) -> Face {
-    match error {
-        RegistryError::Malformed { .. } => Face::invalid("malformed_payload"),
-        RegistryError::EngineMismatch { .. } => {
-            Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "engine_id_mismatch").param("engine_id")
-        }
-        RegistryError::TooLarge { .. } => {
-            Face::new(StatusCode::PAYLOAD_TOO_LARGE, Class::InvalidRequest, "body_too_large")
-        }
-        RegistryError::Invalid { field, .. } => Face::invalid("invalid_registration").param(*field),
-        RegistryError::NotOwner { .. } => {
-            Face::new(StatusCode::FORBIDDEN, Class::Permission, "not_owner").param("engine_id")
-        }
-        RegistryError::ModelNotAllowed { .. } => {
-            Face::new(StatusCode::FORBIDDEN, Class::Permission, "model_not_allowed").param("model")
-        }
-        RegistryError::UnknownEngine { .. } => Face::absent("unknown_engine").param("engine_id"),
-        RegistryError::TooManyWatchers { .. } => {
-            Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, "too_many_watchers").retry()
-        }
-        RegistryError::Full => {
-            Face::new(StatusCode::INSUFFICIENT_STORAGE, Class::Unavailable, "registry_full")
-        }
-    }
-}
-
-fn peer_spec_face(error: &PeerSpecError) -> Face {
-    match error {
-        PeerSpecError::Url { .. } | PeerSpecError::Scheme { .. } => {
-            Face::invalid("invalid_peer").param("url")
-        }
-        PeerSpecError::Token => Face::invalid("invalid_peer").param("token"),
-        PeerSpecError::SideChannel => Face::invalid("invalid_peer").param("kv_host"),
-        PeerSpecError::SideChannelAddress => Face::invalid("invalid_peer").param("side_channel"),
-        PeerSpecError::Size => Face::invalid("invalid_peer").param("tp_size"),
-        PeerSpecError::Lease => Face::invalid("invalid_peer").param("lease"),
-        PeerSpecError::Ranks => Face::invalid("invalid_peer").param("dp_rank"),
-        PeerSpecError::Notify => Face::invalid("invalid_peer").param("notify"),
-        PeerSpecError::NixlVersion { .. } => Face::invalid("invalid_peer").param("nixl_version"),
-        PeerSpecError::Name { .. } => Face::invalid("invalid_peer").param("name"),
-        PeerSpecError::Exists { .. } => Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "peer_exists"),
-    }
-}
-
-/// The error as the last event of a stream that has begun.
-pub(crate) fn event_of(error: &RouteError, endpoint: Endpoint) -> Bytes {
-    let face = error.face();
-    let message = face.message.unwrap_or_else(|| error.to_string());
-    if let RouteError::Refused { said } = error
-        && let Some(event) = refusal_event(endpoint, said)
-    {
-        return event;
-    }
-    if face.status.is_server_error() {
-        tracing::warn!(status = face.status.as_u16(), code = face.code, error = %error, "stream failed");
-    }
-    let class = face.class.name();
-    error_event(endpoint, &EventError { class, code: face.code, message: &message })
-}
-
-/// An engine's own words, if they are an error object.
-fn refusal_event(endpoint: Endpoint, said: &[u8]) -> Option<Bytes> {
-    let said: serde_json::Value = serde_json::from_slice(said).ok()?;
-    let error = said.get("error")?;
-    let text = |name: &str| match error.get(name) {
-        Some(serde_json::Value::String(text)) => text.clone(),
-        Some(other) => other.to_string(),
-        None => String::new(),
-    };
-    let (class, code, message) = (text("type"), text("code"), text("message"));
-    Some(error_event(endpoint, &EventError { class: &class, code: &code, message: &message }))
 }
 
 impl IntoResponse for RouteError {

@@ -261,6 +261,13 @@ impl Config {
         if self.pairing.quarantine_restarted > LONGEST {
             wrong("pairing.quarantine_restarted", "is longer than a week".into(), "the default is \"0s\"");
         }
+        if self.hand_off.min_prompt_bytes > self.limits.body_bytes {
+            wrong(
+                "hand_off.min_prompt_bytes",
+                "is more than any body may have".into(),
+                "at most limits.body_bytes; 0 hands everything off",
+            );
+        }
         if let Err(error) = crate::telemetry::filter(&self.log.level) {
             wrong("log.level", error.to_string(), "error, warn, info, debug or trace");
         }
@@ -323,6 +330,7 @@ impl Config {
                         PeerSpecError::SideChannelAddress => "such as \"10.0.0.5:5600\"",
                         PeerSpecError::Size => "leave out what is not known",
                         PeerSpecError::Lease => "the engine's own setting, 30s unless it was changed",
+                        PeerSpecError::AbandonGrace => "\"0s\" aborts abandoned prefills at once",
                         PeerSpecError::Notify => "move notify to the prefill engine",
                         PeerSpecError::NixlVersion { .. } => "what `pip show nixl` says there",
                         PeerSpecError::Name { .. } | PeerSpecError::Exists { .. } => "such as \"p1\"",

@@ -1,7 +1,9 @@
 use std::collections::BTreeSet;
 
 use http_body_util::BodyExt;
-use kvbaton_proxy::{FieldProblem, Progress, Proxy, Settings};
+use kvbaton_proxy::{
+    BadRequest, Broken, FieldProblem, HandOffRefusal, Progress, Proxy, Settings, Stage, UpstreamFailure,
+};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 

@@ -14,8 +14,10 @@
 mod abandon;
 mod admin;
 mod bad_input;
+mod chaos;
 mod credentials;
 mod engine_faults;
+mod field_notes;
 mod fleet;
 mod handoff;
 mod injection;

@@ -14,6 +14,7 @@ mod held;
 pub mod json;
 mod lease;
 mod ledger;
+mod made_by;
 mod metrics;
 mod notify;
 mod pool;
@@ -30,6 +31,7 @@ mod side_channel;
 pub mod splice;
 mod stream;
 mod upstream;
+mod warm_up;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

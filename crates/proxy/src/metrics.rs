@@ -94,8 +94,36 @@ pub(crate) enum HandOffResult {
     Relayed,
     /// The router made the prefill engine free the blocks.
     Released(Way),
+    /// The prefill engine ended, and its blocks with it.
+    EngineGone,
     /// The prefill engine's own timer had to free the blocks.
     Expired,
+}
+
+/// What became of a prefill that nobody waited for any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AbandonedPrefill {
+    /// It was heard out, and its blocks were released.
+    Released,
+    /// It was heard out, and named no blocks.
+    KeptNone,
+    /// Its answer never came whole.
+    Failed,
+    /// It took too long and its connection was closed.
+    Aborted,
+}
+
+impl AbandonedPrefill {
+    const ALL: [Self; 4] = [Self::Released, Self::KeptNone, Self::Failed, Self::Aborted];
+
+    const fn label(self) -> &'static str {
+        match self {
+            Self::Released => "released",
+            Self::KeptNone => "kept_none",
+            Self::Failed => "failed",
+            Self::Aborted => "aborted",
+        }
+    }
 }
 
 /// The router's metrics.
@@ -106,6 +134,7 @@ pub(crate) struct Metrics {
     hand_offs: Family<ResultLabel, Counter>,
     hand_offs_live: Gauge,
     releases: Family<WayLabel, Counter>,
+    abandoned_prefills: Family<ResultLabel, Counter>,
     notification_failures: Family<ReasonLabel, Counter>,
     bypass: Family<ReasonLabel, Counter>,
     upstream_failures: Family<FailureLabels, Counter>,
@@ -132,6 +161,7 @@ impl Metrics {
             hand_offs: Family::default(),
             hand_offs_live: Gauge::default(),
             releases: Family::default(),
+            abandoned_prefills: Family::default(),
             notification_failures: Family::default(),
             bypass: Family::default(),
             upstream_failures: Family::default(),
@@ -152,7 +182,7 @@ impl Metrics {
         registry.register(
             "peers",
             "Peers by stage and condition: open to new requests, unready, closed by their engine, drained, \
-             leaving; those kept from hand-offs also as quarantined",
+             leaving, cold while they make their first hand-offs; those kept from hand-offs also as quarantined",
             metrics.peers.clone(),
         );
         registry.register(
@@ -164,7 +194,7 @@ impl Metrics {
         registry.register(
             "handoffs",
             "Hand-offs by what became of them: relayed to a decode engine, missing from the prefill \
-             answer, refused as defective, released by the router, expired",
+             answer, refused as defective, released by the router, gone with their engine, expired",
             metrics.hand_offs.clone(),
         );
         registry.register(
@@ -176,6 +206,12 @@ impl Metrics {
             "releases",
             "Hand-offs that the router released, by the way that worked",
             metrics.releases.clone(),
+        );
+        registry.register(
+            "abandoned_prefills",
+            "Prefills that nobody waited for any more by what became of them: heard out and released, heard \
+             out without blocks to free, failed by themselves, aborted",
+            metrics.abandoned_prefills.clone(),
         );
         registry.register(
             "notification_failures",
@@ -242,11 +278,14 @@ impl Metrics {
             metrics.hand_over_seconds.clone(),
         );
         // Results that have not happened yet still show as zero, so that alerts can be written.
-        for result in ["relayed", "missing", "refused", "released", "expired"] {
+        for result in ["relayed", "missing", "refused", "released", "engine_gone", "expired"] {
             let _ = metrics.hand_offs.get_or_create(&ResultLabel { result });
         }
         for way in Way::ALL {
             let _ = metrics.releases.get_or_create(&WayLabel { way: way.label() });
+        }
+        for fate in AbandonedPrefill::ALL {
+            let _ = metrics.abandoned_prefills.get_or_create(&ResultLabel { result: fate.label() });
         }
         Arc::new(Self { registry, ..metrics })
     }
@@ -291,9 +330,14 @@ impl Metrics {
                 self.releases.get_or_create(&WayLabel { way: way.label() }).inc();
                 "released"
             }
+            HandOffResult::EngineGone => "engine_gone",
             HandOffResult::Expired => "expired",
         };
         self.hand_offs.get_or_create(&ResultLabel { result }).inc();
+    }
+
+    pub(crate) fn prefill_abandoned(&self, fate: AbandonedPrefill) {
+        self.abandoned_prefills.get_or_create(&ResultLabel { result: fate.label() }).inc();
     }
 
     pub(crate) fn not_notified(&self, reason: &'static str) {

@@ -7,6 +7,7 @@ pub(crate) mod operator;
 pub(crate) mod pairing;
 pub(crate) mod peer;
 pub(crate) mod probe;
+mod spec;
 pub(crate) mod standing;
 
 use std::collections::{BTreeMap, HashMap};
@@ -35,6 +36,7 @@ use crate::error::{ProxyError, Stage};
 use crate::registry::{Registry, canonical_base_url};
 use crate::request::Endpoint;
 use crate::settings::Pairing;
+use crate::warm_up::Turn;
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Snapshot {
@@ -85,6 +87,8 @@ pub(crate) struct Pool {
     quarantined: Mutex<HashMap<PairKey, Instant>>,
     /// Held by whoever learns.
     learning: Mutex<()>,
+    /// Whose turn it is to warm a peer up.
+    pub(crate) warming: Turn,
     /// The registry's revision, and the count of wishes to learn anew, that the matrix is of.
     learnt: [AtomicU64; 2],
     wishes: AtomicU64,
@@ -124,6 +128,9 @@ impl Pool {
         next.prefill.retain(|peer| !is_here(peer));
         next.decode.retain(|peer| !is_here(peer));
         let peer = Arc::new(Peer::new(id, spec)?);
+        if self.pairing.load().warm_up {
+            peer.warmth.cool();
+        }
         next.push(Arc::clone(&peer));
         self.snapshot.store(Arc::new(next));
         self.mark();
@@ -192,8 +199,7 @@ impl Pool {
                 }
             }
         }
-        let matrix =
-            Matrix::of(&peers, &self.matrix.load(), self.pairing.load().unknown, &self.quarantined.lock());
+        let matrix = Matrix::of(&peers, &self.matrix.load(), &self.pairing.load(), &self.quarantined.lock());
         self.quarantined.lock().retain(|pair, _| matrix.knows(pair));
         self.matrix.store(Arc::new(matrix));
         self.learnt[1].store(wishes, Ordering::Release);
@@ -261,7 +267,10 @@ impl Pool {
     /// Whether a pair may hand off. A peer that has just left the fleet goes on as it was.
     pub(crate) fn fits(&self, prefill: &Peer, decode: &Peer) -> bool {
         let known = self.matrix.load().fits(prefill, decode);
-        known.unwrap_or_else(|| pairing::judge(prefill, decode).allows(self.pairing.load().unknown))
+        known.unwrap_or_else(|| {
+            let rules = self.pairing.load();
+            pairing::judge(prefill, decode, &rules).allows(rules.unknown)
+        })
     }
 
     /// The least busy open peer of a stage that fits and lists the model. When no fitting peer lists

@@ -66,6 +66,8 @@ const STALE_WITHIN: Duration = Duration::from_secs(1);
 #[derive(Clone, Debug)]
 pub(crate) struct Upstream {
     client: Client<Counting, Spliced>,
+    /// Opens a connection for each request: of several kept ones, all may be about to end.
+    fresh: Client<Counting, Spliced>,
     idle: Arc<ArcSwap<Duration>>,
     /// Says in `Via` that a request went through this very router.
     mark: HeaderValue,
@@ -110,14 +112,13 @@ impl Upstream {
         connector.set_connect_timeout(Some(timeouts.connect));
         connector.enforce_http(false);
         let connector = Counting::new(connector, tls, timeouts.connect);
-        let client = Client::builder(Tracked(tasks))
-            .pool_timer(TokioTimer::new())
-            .timer(TokioTimer::new())
-            .pool_idle_timeout(timeouts.pool_idle)
-            .build(connector);
+        let mut builder = Client::builder(Tracked(tasks));
+        builder.pool_timer(TokioTimer::new()).timer(TokioTimer::new()).pool_idle_timeout(timeouts.pool_idle);
+        let client = builder.build(connector.clone());
+        let fresh = builder.pool_max_idle_per_host(0).build(connector);
         let mark = HeaderValue::try_from(format!("1.1 kvbaton-{}", Uuid::new_v4().simple()));
         let mark = mark.unwrap_or_else(|_| HeaderValue::from_static("1.1 kvbaton"));
-        Self { client, idle: Arc::new(ArcSwap::from_pointee(timeouts.idle)), held, mark }
+        Self { client, fresh, idle: Arc::new(ArcSwap::from_pointee(timeouts.idle)), held, mark }
     }
 
     /// Another bound on the silence inside answers, for those that begin from now on.
@@ -143,6 +144,27 @@ impl Upstream {
         leg: Leg<'_>,
         head: Duration,
     ) -> Result<Response<Incoming>, UpstreamFailure> {
+        self.exchange(&self.client, leg, head).await
+    }
+
+    /// As [`Upstream::send`] on a connection of its own, for what a kept one has just lost.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) async fn send_anew(
+        &self,
+        leg: Leg<'_>,
+        head: Duration,
+    ) -> Result<Response<Incoming>, UpstreamFailure> {
+        self.exchange(&self.fresh, leg, head).await
+    }
+
+    async fn exchange(
+        &self,
+        client: &Client<Counting, Spliced>,
+        leg: Leg<'_>,
+        head: Duration,
+    ) -> Result<Response<Incoming>, UpstreamFailure> {
         let stage = leg.stage;
         let failure = |broken, progress| UpstreamFailure::new(stage, broken, progress);
         let uri = leg.peer.uri(leg.path).map_err(|_| failure(Broken::Protocol, Progress::NotSent))?;
@@ -154,7 +176,7 @@ impl Upstream {
         leg.peer.place(request.headers_mut());
         request.headers_mut().append(header::VIA, self.mark.clone());
         let sent = Instant::now();
-        match timeout(head, self.client.request(request)).await {
+        match timeout(head, client.request(request)).await {
             Ok(Ok(response)) => {
                 if let Some(uses) = response.extensions().get::<Uses>() {
                     uses.count();

@@ -46,7 +46,7 @@ async fn a_body_that_cannot_be_routed_is_refused_with_its_reason() {
 }
 
 #[tokio::test]
-async fn a_hand_off_is_refused_on_passed_through_endpoints_too() {
+async fn item_68_a_hand_off_is_refused_on_passed_through_endpoints_too() {
     let surface = Surface::new();
     let body = r#"{"model":"tiny","input":"hi","kv_transfer_params":{"do_remote_prefill":true}}"#;
     let answer = surface.ask(Ask::post("/v1/responses").json(body)).await;

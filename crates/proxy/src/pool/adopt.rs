@@ -50,6 +50,9 @@ impl Pool {
                 }
                 None => match new_peer(&next, place) {
                     Ok(peer) => {
+                        if self.pairing.load().warm_up {
+                            peer.warmth.cool();
+                        }
                         next.push(Arc::clone(&peer));
                         adopted.came.push(peer);
                     }

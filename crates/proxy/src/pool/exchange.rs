@@ -52,6 +52,9 @@ impl Pool {
         if !wrong.is_empty() {
             return Err(wrong);
         }
+        if self.pairing.load().warm_up {
+            exchanged.added.iter().for_each(|peer| peer.warmth.cool());
+        }
         *numbers = counts;
         exchanged.removed =
             old.into_iter().zip(kept).filter(|(_, kept)| !kept).map(|(peer, _)| peer).collect();

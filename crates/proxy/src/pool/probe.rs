@@ -17,6 +17,7 @@ use crate::request_id::RequestId;
 use crate::settings::Probe;
 use crate::splice::Spliced;
 use crate::upstream::{Leg, Upstream, own_headers};
+use crate::warm_up;
 
 /// Largest model list or version that a probe reads, in bytes.
 const PROBE_LIMIT: usize = 4 << 20;
@@ -54,16 +55,18 @@ pub(crate) fn probe_soon(core: &Arc<Core>, peer: Arc<Peer>) {
     let core = Arc::clone(core);
     peer.probed_at(tokio::time::Instant::now());
     tasks.spawn(async move {
-        let settings = core.settings();
         tokio::select! {
             () = core.stop.cancelled() => {}
-            shows_news = probe(&peer, &core.upstream, &settings.probe) => {
-                if shows_news {
-                    core.pool.relearn();
-                }
-            }
+            () = probe_and_warm_up(&core, &peer) => {}
         }
     });
+}
+
+async fn probe_and_warm_up(core: &Arc<Core>, peer: &Arc<Peer>) {
+    if probe(peer, &core.upstream, &core.settings().probe).await {
+        core.pool.relearn();
+    }
+    warm_up::after_probe(core, peer).await;
 }
 
 /// Probes one peer once and records what was seen; whether it shows itself as another one.
@@ -200,7 +203,7 @@ async fn get(
     path: &'static str,
 ) -> Result<(StatusCode, Bytes), UpstreamFailure> {
     let stage = peer.spec.role.stage();
-    let leg = Leg {
+    let leg = || Leg {
         stage,
         peer,
         method: Method::GET,
@@ -208,7 +211,10 @@ async fn get(
         headers: own_headers(&RequestId::accept(None)),
         body: Spliced::from(Bytes::new()),
     };
-    let response = upstream.send(leg, Duration::MAX).await?;
+    let response = match upstream.send(leg(), Duration::MAX).await {
+        Err(failure) if failure.stale => upstream.send_anew(leg(), Duration::MAX).await?,
+        sent => sent?,
+    };
     let status = response.status();
     let body = upstream.collect(stage, response.into_body(), PROBE_LIMIT).await?;
     Ok((status, body))

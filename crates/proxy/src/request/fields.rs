@@ -33,6 +33,8 @@ pub(super) enum Field {
     Background,
     PreviousResponseId,
     Tools,
+    /// What becomes the prompt in the dialects other than completions.
+    Conversation,
     /// A container whose contents engines or SDKs merge into the request; the name is the field's.
     Extra(&'static str),
 }
@@ -85,12 +87,20 @@ impl Field {
             b"background" => Self::Background,
             b"previous_response_id" => Self::PreviousResponseId,
             b"tools" => Self::Tools,
+            b"messages" | b"input" | b"instructions" | b"system" | b"documents" => Self::Conversation,
             b"extra_body" => Self::Extra("extra_body"),
             b"vllm_xargs" => Self::Extra("vllm_xargs"),
             b"extra_args" => Self::Extra("extra_args"),
             b"sampling_params" => Self::Extra("sampling_params"),
             _ => return None,
         })
+    }
+}
+
+impl Field {
+    /// Whether the engines make a part of the prompt of it.
+    pub(super) fn is_prompt(self) -> bool {
+        matches!(self, Self::Prompt | Self::PromptEmbeds | Self::Conversation | Self::Tools)
     }
 }
 

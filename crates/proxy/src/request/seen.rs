@@ -15,6 +15,8 @@ pub(super) struct Seen {
     pub(super) stream: bool,
     /// The prompt if it is one text.
     pub(super) text: Option<Span>,
+    /// Bytes of all values that become the prompt.
+    pub(super) prompt_bytes: usize,
     refused: Option<BypassReason>,
     prompt: bool,
     embeds: bool,
@@ -30,6 +32,9 @@ pub(super) struct Seen {
 impl Seen {
     pub(super) fn note(&mut self, endpoint: Endpoint, field: Field, member: &Member<'_>) {
         let given = member.kind() != Kind::Null;
+        if given && field.is_prompt() {
+            self.prompt_bytes = self.prompt_bytes.saturating_add(member.value().len());
+        }
         match field {
             Field::Model => self.model = Some(member.string().map(|model| model.into_owned().into())),
             Field::Stream => self.stream = lax_bool(member) == Some(true),
