@@ -34,6 +34,7 @@ mod program;
 mod registry;
 mod registry_bench;
 mod registry_v1;
+mod reload;
 mod restart;
 mod retry;
 mod right_answers;

@@ -76,7 +76,7 @@ impl Core {
         body: Bytes,
     ) -> Result<Order, ProxyError> {
         self.retries.deposit();
-        let request = ClientRequest::parse(endpoint, body, self.settings.hand_off.client_injected);
+        let request = ClientRequest::parse(endpoint, body, self.settings().hand_off.client_injected);
         let read = request.map_err(ProxyError::from).and_then(|request| {
             exchange.client.check_model(request.model())?;
             Ok(Order { request })
@@ -110,7 +110,7 @@ impl Core {
         request: &ClientRequest,
         exchange: &Exchange,
     ) -> Result<Response<RelayBody>, Stopped> {
-        let mut tries = Tries::new(&self.settings.retry);
+        let mut tries = Tries::new(&self.settings().retry);
         // D first: without one, a prefill would only strand blocks.
         self.pool.learn(&self.registry);
         let mut in_flight = self.choose_decode(request, &tries)?;
@@ -125,7 +125,7 @@ impl Core {
                 self.without_hand_off(HandOffRefusal::EngineGone, &exchange.request_id)?;
             }
             let peer = Arc::clone(&in_flight.peer);
-            let made_by = MadeBy::of(&self.settings, lease.as_ref().and_then(Lease::prefill), Some(&peer));
+            let made_by = MadeBy::of(&self.settings(), lease.as_ref().and_then(Lease::prefill), Some(&peer));
             let failure = match self.decode(request, exchange, in_flight, lease, tries.resent).await {
                 Err((failure, unseen)) => {
                     lease = unseen;
@@ -161,7 +161,7 @@ impl Core {
 
     /// Why no prefill engine is to see a request.
     fn bypass(&self, request: &ClientRequest) -> Option<BypassReason> {
-        request.bypass_below(self.settings.hand_off.min_prompt_bytes)
+        request.bypass_below(self.settings().hand_off.min_prompt_bytes)
     }
 
     /// A decode engine to which some prefill engine can hand off, where that matters.
@@ -174,7 +174,7 @@ impl Core {
         match chosen {
             Err(ProxyError::NoCompatiblePair) => {
                 let no_prefill = self.pool.ready(Stage::Prefill) == 0;
-                if no_prefill || self.settings.hand_off.on_no_prefill == OnMissing::DecodeOnly {
+                if no_prefill || self.settings().hand_off.on_no_prefill == OnMissing::DecodeOnly {
                     // The first leg finds nobody, and applies the policy for that.
                     return self.pool.choose(Stage::Decode, model, &tries.decode, |_| true);
                 }
@@ -216,7 +216,7 @@ impl Core {
             headers: own_headers(&RequestId::accept(None)),
             body: Spliced::from(Bytes::new()),
         };
-        self.upstream.send_anew(leg, self.settings.probe.timeout).await.is_ok()
+        self.upstream.send_anew(leg, self.settings().probe.timeout).await.is_ok()
     }
 
     /// Another decode engine, if there is one and the budgets allow it.
@@ -296,7 +296,7 @@ impl Core {
         self.metrics.prefill_took(began.elapsed().as_secs_f64());
         if head.status().is_client_error() {
             let refusal = relay_whole(head, answer, &exchange.account);
-            let made_by = MadeBy::of(&self.settings, Some(&peer), None);
+            let made_by = MadeBy::of(&self.settings(), Some(&peer), None);
             return Ok(Err(Stopped::Refused(Box::new(made_by.shown_in(refusal)))));
         }
         if !head.status().is_success() {
@@ -315,7 +315,8 @@ impl Core {
             self.metrics.hand_off_refused(&error);
             return Ok(Err(ProxyError::HandOff(error).into()));
         }
-        let by_way_of = self.settings.hand_off.registry_address.as_ref();
+        let settings = self.settings();
+        let by_way_of = settings.hand_off.registry_address.as_ref();
         let accepted = accepted.and_then(|hand_off| Ok(hand_off.by_way_of(by_way_of)?));
         Ok(match accepted {
             Ok(hand_off) => {
@@ -338,7 +339,7 @@ impl Core {
 
     /// Applies the policy for a fleet without a prefill engine that can serve.
     fn without_prefill(&self, error: ProxyError, exchange: &Exchange) -> Result<Option<Lease>, Stopped> {
-        match self.settings.hand_off.on_no_prefill {
+        match self.settings().hand_off.on_no_prefill {
             OnMissing::Fail => Err(Stopped::Error(error)),
             OnMissing::DecodeOnly => {
                 self.metrics.bypassed("no_prefill");
@@ -352,11 +353,11 @@ impl Core {
     /// Counts a missing, defective or expiring hand-off and applies the policy for it.
     fn without_hand_off(&self, refusal: HandOffRefusal, request_id: &RequestId) -> Result<(), Stopped> {
         self.metrics.hand_off_refused(&refusal);
-        if self.settings.hand_off.on_missing == OnMissing::DecodeOnly {
+        if self.settings().hand_off.on_missing == OnMissing::DecodeOnly {
             self.metrics.decided("decode_only", refusal.reason());
         }
         let request_id = request_id.as_str();
-        match self.settings.hand_off.on_missing {
+        match self.settings().hand_off.on_missing {
             OnMissing::Fail => {
                 tracing::warn!(request_id, %refusal, "no usable hand-off, request failed");
                 Err(Stopped::Error(ProxyError::HandOff(refusal)))
@@ -395,7 +396,7 @@ impl Core {
             lease.dispatched(&peer);
         }
         let began = Instant::now();
-        let head = self.settings.timeouts.decode_head;
+        let head = self.settings().timeouts.decode_head;
         let sent =
             if anew { self.upstream.send_anew(leg, head).await } else { self.upstream.send(leg, head).await };
         let answer = match sent {

@@ -24,6 +24,7 @@ mod prefill;
 mod registry;
 mod registry_address;
 mod relay;
+mod reload;
 pub mod request;
 mod request_id;
 mod retry;
@@ -38,6 +39,7 @@ mod warm_up;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use arc_swap::ArcSwap;
 use bytes::Bytes;
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, Response};
@@ -66,6 +68,7 @@ pub use registry::{
     RegistryLimits, RegistrySnapshot, Sight, Watched, Watcher, Writer, canonical_base_url,
 };
 pub use registry_address::{NotAnAddress, RegistryAddress};
+pub use reload::{PeerChangeError, PeerChanges};
 pub use request::{BadRequest, Endpoint, InjectedHandOff};
 pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{
@@ -86,7 +89,8 @@ use upstream::Upstream;
 
 /// What every part of the core shares.
 struct Core {
-    settings: Settings,
+    /// Read anew by each step that needs them.
+    settings: ArcSwap<Settings>,
     pool: Pool,
     upstream: Upstream,
     held: Held,
@@ -102,6 +106,13 @@ struct Core {
     /// What still runs is to end now.
     cut: CancellationToken,
     draining: AtomicBool,
+}
+
+impl Core {
+    /// The settings as they are now.
+    fn settings(&self) -> Arc<Settings> {
+        self.settings.load_full()
+    }
 }
 
 /// The router's core; clones share it.
@@ -150,7 +161,7 @@ impl Proxy {
             stop,
             cut: CancellationToken::new(),
             draining: AtomicBool::new(false),
-            settings,
+            settings: ArcSwap::from_pointee(settings),
         });
         pool::probe::watch(Arc::clone(&core));
         fleet::follow(Arc::clone(&core));

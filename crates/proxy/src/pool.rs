@@ -1,6 +1,7 @@
 //! The fleet: peers by role in one snapshot that is swapped whole, and the choice among them.
 
 mod adopt;
+mod exchange;
 pub(crate) mod matrix;
 pub(crate) mod operator;
 pub(crate) mod pairing;
@@ -55,6 +56,11 @@ impl Snapshot {
         self.prefill.iter().chain(&self.decode)
     }
 
+    fn retain(&mut self, stays: impl Fn(&Peer) -> bool) {
+        self.prefill.retain(|peer| stays(peer));
+        self.decode.retain(|peer| stays(peer));
+    }
+
     fn push(&mut self, peer: Arc<Peer>) {
         match peer.spec.role {
             Role::Prefill => self.prefill.push(peer),
@@ -72,7 +78,7 @@ pub(crate) struct Pool {
     /// Whose turn it is among equally busy peers. One count per stage: with a common one, two
     /// choices a request would meet the same peer each time.
     turns: [AtomicUsize; 2],
-    pairing: Pairing,
+    pairing: ArcSwap<Pairing>,
     /// The verdicts on all pairs.
     matrix: ArcSwap<Matrix>,
     /// What operators decided.
@@ -90,7 +96,13 @@ pub(crate) struct Pool {
 
 impl Pool {
     pub(crate) fn new(pairing: Pairing) -> Self {
-        Self { pairing, wishes: AtomicU64::new(1), ..Self::default() }
+        Self { pairing: ArcSwap::from_pointee(pairing), wishes: AtomicU64::new(1), ..Self::default() }
+    }
+
+    /// Other rules of pairing from now on.
+    pub(crate) fn set_pairing(&self, pairing: Pairing) {
+        self.pairing.store(Arc::new(pairing));
+        self.relearn();
     }
 
     /// Adds a peer; it takes requests after its first good probe.
@@ -116,7 +128,7 @@ impl Pool {
         next.prefill.retain(|peer| !is_here(peer));
         next.decode.retain(|peer| !is_here(peer));
         let peer = Arc::new(Peer::new(id, spec)?);
-        if self.pairing.warm_up {
+        if self.pairing.load().warm_up {
             peer.warmth.cool();
         }
         next.push(Arc::clone(&peer));
@@ -187,7 +199,7 @@ impl Pool {
                 }
             }
         }
-        let matrix = Matrix::of(&peers, &self.matrix.load(), &self.pairing, &self.quarantined.lock());
+        let matrix = Matrix::of(&peers, &self.matrix.load(), &self.pairing.load(), &self.quarantined.lock());
         self.quarantined.lock().retain(|pair, _| matrix.knows(pair));
         self.matrix.store(Arc::new(matrix));
         self.learnt[1].store(wishes, Ordering::Release);
@@ -202,7 +214,7 @@ impl Pool {
     /// An engine of a peer began another life: whoever talked to the old one may be kept away.
     fn restarted(&self, peers: &Snapshot, peer: &Arc<Peer>, ended: &[String]) {
         tracing::info!(peer = %peer.id, url = %peer.spec.url, ?ended, "an engine restarted");
-        let lasts = self.pairing.quarantine_restarted;
+        let lasts = self.pairing.load().quarantine_restarted;
         if !lasts.is_zero() {
             let until = Instant::now() + lasts;
             let mut quarantined = self.quarantined.lock();
@@ -255,7 +267,10 @@ impl Pool {
     /// Whether a pair may hand off. A peer that has just left the fleet goes on as it was.
     pub(crate) fn fits(&self, prefill: &Peer, decode: &Peer) -> bool {
         let known = self.matrix.load().fits(prefill, decode);
-        known.unwrap_or_else(|| pairing::judge(prefill, decode, &self.pairing).allows(self.pairing.unknown))
+        known.unwrap_or_else(|| {
+            let rules = self.pairing.load();
+            pairing::judge(prefill, decode, &rules).allows(rules.unknown)
+        })
     }
 
     /// The least busy open peer of a stage that fits and lists the model. When no fitting peer lists

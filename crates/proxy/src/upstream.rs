@@ -4,8 +4,10 @@
 use std::error::Error as _;
 use std::future::Future;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use bytes::{Bytes, BytesMut};
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::{Method, Request, Response};
@@ -66,7 +68,7 @@ pub(crate) struct Upstream {
     client: Client<Counting, Spliced>,
     /// Opens a connection for each request: of several kept ones, all may be about to end.
     fresh: Client<Counting, Spliced>,
-    idle: Duration,
+    idle: Arc<ArcSwap<Duration>>,
     /// Says in `Via` that a request went through this very router.
     mark: HeaderValue,
     held: Held,
@@ -131,7 +133,12 @@ impl Upstream {
         let fresh = builder.pool_max_idle_per_host(0).build(connector);
         let mark = HeaderValue::try_from(format!("1.1 kvbaton-{}", Uuid::new_v4().simple()));
         let mark = mark.unwrap_or_else(|_| HeaderValue::from_static("1.1 kvbaton"));
-        Self { client, fresh, idle: timeouts.idle, held, mark }
+        Self { client, fresh, idle: Arc::new(ArcSwap::from_pointee(timeouts.idle)), held, mark }
+    }
+
+    /// Another bound on the silence inside answers, for those that begin from now on.
+    pub(crate) fn set_idle(&self, idle: Duration) {
+        self.idle.store(Arc::new(idle));
     }
 
     /// Whether a request went through this router before.
@@ -222,10 +229,11 @@ impl Upstream {
             return Err(failure(Broken::TooLarge));
         }
         let share = self.held.share();
+        let idle = self.idle();
         let mut first = Bytes::new();
         let mut whole = BytesMut::new();
         loop {
-            let frame = timeout(self.idle, body.frame()).await.map_err(|_| failure(Broken::Idle))?;
+            let frame = timeout(idle, body.frame()).await.map_err(|_| failure(Broken::Idle))?;
             let Some(frame) = frame else { break };
             let frame = frame.map_err(|error| failure(body_broken(&error)))?;
             let Ok(data) = frame.into_data() else { continue };
@@ -248,8 +256,8 @@ impl Upstream {
         Ok(share.bind(if whole.is_empty() { first } else { whole.freeze() }))
     }
 
-    pub(crate) const fn idle(&self) -> Duration {
-        self.idle
+    pub(crate) fn idle(&self) -> Duration {
+        **self.idle.load()
     }
 }
 

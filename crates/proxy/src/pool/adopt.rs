@@ -50,7 +50,7 @@ impl Pool {
                 }
                 None => match new_peer(&next, place) {
                     Ok(peer) => {
-                        if self.pairing.warm_up {
+                        if self.pairing.load().warm_up {
                             peer.warmth.cool();
                         }
                         next.push(Arc::clone(&peer));

@@ -154,6 +154,14 @@ impl Peer {
         })
     }
 
+    /// Takes over what was seen of the same engines under another description.
+    pub(crate) fn learns_from(&self, before: &Self) {
+        let seen = before.observed.read().clone();
+        let generation = self.spec.generation.or(seen.generation);
+        *self.observed.write() = Observed { generation, ..seen };
+        *self.met.write() = before.met.read().clone();
+    }
+
     /// The absolute URI of `path` (which begins with a slash) on this peer.
     pub(crate) fn uri(&self, path_and_query: &str) -> Result<Uri, http::Error> {
         let joined: PathAndQuery = if self.prefix.is_empty() {

@@ -30,14 +30,14 @@ const SOON: Duration = Duration::from_millis(500);
 pub(crate) fn watch(core: Arc<Core>) {
     let tasks = core.tasks.clone();
     tasks.spawn(async move {
-        let interval = core.settings.probe.interval;
-        let mut pause = tokio::time::interval(interval.min(SOON));
+        let mut pause = tokio::time::interval(core.settings().probe.interval.min(SOON));
         pause.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             let now = tokio::select! {
                 () = core.stop.cancelled() => return,
                 now = pause.tick() => now,
             };
+            let interval = core.settings().probe.interval;
             core.ledger.sweep();
             core.pool.end_quarantines(now);
             for peer in core.pool.all() {
@@ -63,7 +63,7 @@ pub(crate) fn probe_soon(core: &Arc<Core>, peer: Arc<Peer>) {
 }
 
 async fn probe_and_warm_up(core: &Arc<Core>, peer: &Arc<Peer>) {
-    if probe(peer, &core.upstream, &core.settings.probe).await {
+    if probe(peer, &core.upstream, &core.settings().probe).await {
         core.pool.relearn();
     }
     warm_up::after_probe(core, peer).await;
