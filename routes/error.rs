@@ -4,6 +4,7 @@
 
 mod event;
 mod faces;
+mod operators;
 
 use axum::Json;
 use axum::body::Bytes;
@@ -14,7 +15,8 @@ use kvbaton_proxy::{Account, PeerSpecError, ProxyError, RegistryError};
 use serde::Serialize;
 
 pub(crate) use event::event_of;
-use faces::{Class, Face, no_room, peer_spec_face, proxy_face, registry_face};
+use faces::{Class, Face, no_room, proxy_face};
+use operators::{peer_spec_face, registry_face};
 
 use crate::access::NotLocal;
 use crate::reload::NotReloaded;

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use kvbaton_proxy::{
     HandOffPolicy, Limits, Nixl, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, Settings,
-    SideChannelSettings, Streaming, Timeouts,
+    SideChannelSettings, StoreSettings, Streaming, Timeouts,
 };
 use serde::{Deserialize, Serialize};
 
@@ -76,6 +76,8 @@ pub struct Config {
     pub retry: Retry,
     /// Bounds on memory.
     pub limits: Limits,
+    /// Where what several routers must agree on is kept.
+    pub store: StoreSettings,
     /// How answers are streamed.
     pub stream: Streaming,
     /// The NIXL library.
@@ -108,6 +110,7 @@ impl Default for Config {
             side_channel: SideChannelSettings::default(),
             retry: Retry::default(),
             limits: Limits::default(),
+            store: StoreSettings::default(),
             stream: Streaming::default(),
             nixl: Nixl::default(),
         }
@@ -202,6 +205,7 @@ impl Config {
             side_channel: self.side_channel.clone(),
             retry: self.retry.clone(),
             limits: self.limits.clone(),
+            store: self.store.clone(),
             engine_tls: kvbaton_proxy::EngineTls::default(),
             stream: self.stream.clone(),
             nixl: self.nixl.clone(),
@@ -257,6 +261,9 @@ impl Config {
             if value > LONGEST {
                 wrong(key, "is longer than a week".into(), "give a duration such as \"30s\"");
             }
+        }
+        for (key, fault) in self.store.faults() {
+            wrong(key, fault.to_string(), "see the section `[store]` in the README");
         }
         if self.pairing.quarantine_restarted > LONGEST {
             wrong("pairing.quarantine_restarted", "is longer than a week".into(), "the default is \"0s\"");

@@ -1,9 +1,7 @@
 //! How each kind of error looks from outside: status, class, code, parameter.
 
 use http::StatusCode;
-use kvbaton_proxy::{
-    BadRequest, Broken, HandOffRefusal, PeerSpecError, ProxyError, RegistryError, Stage, UpstreamFailure,
-};
+use kvbaton_proxy::{BadRequest, Broken, HandOffRefusal, ProxyError, Stage, UpstreamFailure};
 
 /// OpenAI's classes of errors, as far as this surface needs them.
 #[derive(Clone, Copy)]
@@ -131,49 +129,4 @@ pub(super) fn upstream_face(failure: &UpstreamFailure) -> Face {
         Broken::TooLarge => (StatusCode::BAD_GATEWAY, "upstream_too_large", "answered more than can be held"),
     };
     Face::upstream(status, code, format!("the {} engine {what}", failure.stage.label()))
-}
-
-pub(super) fn registry_face(error: &RegistryError) -> Face {
-    match error {
-        RegistryError::Malformed { .. } => Face::invalid("malformed_payload"),
-        RegistryError::EngineMismatch { .. } => {
-            Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "engine_id_mismatch").param("engine_id")
-        }
-        RegistryError::TooLarge { .. } => {
-            Face::new(StatusCode::PAYLOAD_TOO_LARGE, Class::InvalidRequest, "body_too_large")
-        }
-        RegistryError::Invalid { field, .. } => Face::invalid("invalid_registration").param(*field),
-        RegistryError::NotOwner { .. } => {
-            Face::new(StatusCode::FORBIDDEN, Class::Permission, "not_owner").param("engine_id")
-        }
-        RegistryError::ModelNotAllowed { .. } => {
-            Face::new(StatusCode::FORBIDDEN, Class::Permission, "model_not_allowed").param("model")
-        }
-        RegistryError::UnknownEngine { .. } => Face::absent("unknown_engine").param("engine_id"),
-        RegistryError::TooManyWatchers { .. } => {
-            Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, "too_many_watchers").retry()
-        }
-        RegistryError::Full => {
-            Face::new(StatusCode::INSUFFICIENT_STORAGE, Class::Unavailable, "registry_full")
-        }
-    }
-}
-
-pub(super) fn peer_spec_face(error: &PeerSpecError) -> Face {
-    match error {
-        PeerSpecError::Url { .. } | PeerSpecError::Scheme { .. } => {
-            Face::invalid("invalid_peer").param("url")
-        }
-        PeerSpecError::Token => Face::invalid("invalid_peer").param("token"),
-        PeerSpecError::SideChannel => Face::invalid("invalid_peer").param("kv_host"),
-        PeerSpecError::SideChannelAddress => Face::invalid("invalid_peer").param("side_channel"),
-        PeerSpecError::Size => Face::invalid("invalid_peer").param("tp_size"),
-        PeerSpecError::AbandonGrace => Face::invalid("invalid_peer").param("abandon_grace"),
-        PeerSpecError::Lease => Face::invalid("invalid_peer").param("lease"),
-        PeerSpecError::Ranks => Face::invalid("invalid_peer").param("dp_rank"),
-        PeerSpecError::Notify => Face::invalid("invalid_peer").param("notify"),
-        PeerSpecError::NixlVersion { .. } => Face::invalid("invalid_peer").param("nixl_version"),
-        PeerSpecError::Name { .. } => Face::invalid("invalid_peer").param("name"),
-        PeerSpecError::Exists { .. } => Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "peer_exists"),
-    }
 }

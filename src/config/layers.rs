@@ -96,6 +96,11 @@ fn schema() -> Table {
     peer.hand_offs = Some(vec![kvbaton_proxy::Endpoint::Completions]);
     peer.nixl_version = Some("1.5.1".into());
     let mut sample = Config { prefill: vec![peer.clone()], decode: vec![peer], ..Config::default() };
+    sample.store.user = Some("user".into());
+    sample.store.password = Some("password".into());
+    for file in [&mut sample.store.ca, &mut sample.store.cert, &mut sample.store.key] {
+        *file = Some("file.pem".into());
+    }
     sample.nixl.library = Some("libnixl_capi.so".into());
     sample.nixl.version = Some("1.5.1".into());
     super::security::sample(&mut sample);

@@ -32,13 +32,17 @@ mod notify;
 mod notify_vllm;
 mod program;
 mod registry;
+mod registry_bench;
 mod registry_v1;
 mod reload;
+mod restart;
 mod retry;
 mod right_answers;
 mod secrecy;
 mod side_channel;
 mod smuggling;
+#[cfg(feature = "etcd")]
+mod store;
 mod stream;
 mod stream_bounds;
 mod stream_faults;

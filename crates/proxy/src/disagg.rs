@@ -125,7 +125,7 @@ impl Core {
                 self.without_hand_off(HandOffRefusal::EngineGone, &exchange.request_id)?;
             }
             let peer = Arc::clone(&in_flight.peer);
-            let made_by = MadeBy::of(&self.settings(), lease.as_ref().and_then(Lease::prefill), &peer);
+            let made_by = MadeBy::of(&self.settings(), lease.as_ref().and_then(Lease::prefill), Some(&peer));
             let failure = match self.decode(request, exchange, in_flight, lease, tries.resent).await {
                 Err((failure, unseen)) => {
                     lease = unseen;
@@ -295,7 +295,9 @@ impl Core {
         };
         self.metrics.prefill_took(began.elapsed().as_secs_f64());
         if head.status().is_client_error() {
-            return Ok(Err(Stopped::Refused(Box::new(relay_whole(head, answer, &exchange.account)))));
+            let refusal = relay_whole(head, answer, &exchange.account);
+            let made_by = MadeBy::of(&self.settings(), Some(&peer), None);
+            return Ok(Err(Stopped::Refused(Box::new(made_by.shown_in(refusal)))));
         }
         if !head.status().is_success() {
             let status = head.status().as_u16();

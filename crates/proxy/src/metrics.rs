@@ -2,6 +2,7 @@
 //! Few labels, each from a closed set; never an address or a request id.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -12,6 +13,7 @@ use prometheus_client::registry::{Registry, Unit};
 
 use crate::error::{HandOffRefusal, ProxyError, Stage, UpstreamFailure};
 use crate::side_channel::channels::SideChannelState;
+use crate::store::StoreView;
 
 /// Content type of the metrics page.
 pub const METRICS_CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -150,6 +152,8 @@ pub(crate) struct Metrics {
     prefill_seconds: Histogram,
     decode_head_seconds: Histogram,
     hand_over_seconds: Histogram,
+    store_up: Gauge,
+    store_age_seconds: Gauge<f64, AtomicU64>,
 }
 
 impl Metrics {
@@ -177,6 +181,8 @@ impl Metrics {
             prefill_seconds: seconds(),
             decode_head_seconds: seconds(),
             hand_over_seconds: seconds(),
+            store_up: Gauge::default(),
+            store_age_seconds: Gauge::default(),
             registry: Registry::default(),
         };
         registry.register(
@@ -277,6 +283,17 @@ impl Metrics {
             Unit::Seconds,
             metrics.hand_over_seconds.clone(),
         );
+        registry.register(
+            "store_up",
+            "Whether the store that routers share can be reached; 1 with the store in memory",
+            metrics.store_up.clone(),
+        );
+        registry.register_with_unit(
+            "store_age",
+            "Time since the store was heard of; since the start it is infinite until then",
+            Unit::Seconds,
+            metrics.store_age_seconds.clone(),
+        );
         // Results that have not happened yet still show as zero, so that alerts can be written.
         for result in ["relayed", "missing", "refused", "released", "engine_gone", "expired"] {
             let _ = metrics.hand_offs.get_or_create(&ResultLabel { result });
@@ -295,6 +312,11 @@ impl Metrics {
         // Writing to a string cannot fail; an encoder fault would show as a truncated page.
         let _ = prometheus_client::encoding::text::encode(&mut text, &self.registry);
         text
+    }
+
+    pub(crate) fn store(&self, view: &StoreView) {
+        self.store_up.set(view.up.into());
+        self.store_age_seconds.set(view.age_seconds.unwrap_or(f64::INFINITY));
     }
 
     /// Takes the fleet in as it is now: (stage, condition) of every peer, and restarts by stage.

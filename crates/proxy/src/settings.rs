@@ -11,6 +11,7 @@ use crate::connection::EngineTls;
 use crate::registry_address::RegistryAddress;
 use crate::request::InjectedHandOff;
 use crate::side_channel::settings::SideChannelSettings;
+use crate::store::StoreSettings;
 
 /// What the core needs to know to serve requests.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -30,6 +31,8 @@ pub struct Settings {
     pub retry: Retry,
     /// Bounds on memory.
     pub limits: Limits,
+    /// Where what several routers must agree on is kept.
+    pub store: StoreSettings,
     /// TLS to engines, made of files that the core does not read.
     #[serde(skip)]
     pub engine_tls: EngineTls,
