@@ -32,6 +32,7 @@ mod notify;
 mod notify_vllm;
 mod program;
 mod registry;
+mod registry_bench;
 mod registry_v1;
 mod restart;
 mod retry;

@@ -86,6 +86,9 @@ pub(crate) enum ConnectError {
     Tls(#[source] io::Error),
     #[error("the TLS handshake took too long")]
     Slow,
+    #[cfg(test)]
+    #[error("the modelled engine takes no connection")]
+    Modelled,
 }
 
 /// The answers that one connection has carried; found in its answers' and errors' extensions.
@@ -106,13 +109,28 @@ impl Uses {
 #[derive(Clone, Debug)]
 pub(crate) struct Counting {
     tcp: HttpConnector,
+    /// Engines in memory, in the place of the network.
+    #[cfg(test)]
+    model: Option<crate::model::World>,
     tls: EngineTls,
     handshake: Duration,
 }
 
 impl Counting {
     pub(crate) fn new(tcp: HttpConnector, tls: EngineTls, handshake: Duration) -> Self {
-        Self { tcp, tls, handshake }
+        Self {
+            tcp,
+            #[cfg(test)]
+            model: None,
+            tls,
+            handshake,
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn over(mut self, model: crate::model::World) -> Self {
+        self.model = Some(model);
+        self
     }
 }
 
@@ -128,6 +146,13 @@ impl Service<Uri> for Counting {
     fn call(&mut self, uri: Uri) -> Self::Future {
         let secure = uri.scheme() == Some(&Scheme::HTTPS);
         let host = uri.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']').to_owned();
+        #[cfg(test)]
+        if let Some(model) = self.model.clone() {
+            return Box::pin(async move {
+                let stream = model.dial(&uri).await.ok_or(ConnectError::Modelled)?;
+                Ok(Counted { stream: Stream::Modelled(TokioIo::new(stream)), uses: Uses::default() })
+            });
+        }
         let (tls, handshake) = (self.tls.clone(), self.handshake);
         let connecting = self.tcp.call(uri);
         Box::pin(async move {
@@ -150,6 +175,8 @@ impl Service<Uri> for Counting {
 enum Stream {
     Plain(TokioIo<TcpStream>),
     Tls(Box<TokioIo<TlsStream<TcpStream>>>),
+    #[cfg(test)]
+    Modelled(TokioIo<tokio::io::DuplexStream>),
 }
 
 /// A connection with its count.
@@ -164,6 +191,8 @@ impl Connection for Counted {
         let connected = match &self.stream {
             Stream::Plain(stream) => stream.connected(),
             Stream::Tls(stream) => stream.inner().get_ref().0.connected(),
+            #[cfg(test)]
+            Stream::Modelled(_) => Connected::new(),
         };
         connected.extra(self.uses.clone())
     }
@@ -178,6 +207,8 @@ impl Read for Counted {
         match &mut self.stream {
             Stream::Plain(stream) => Pin::new(stream).poll_read(context, buffer),
             Stream::Tls(stream) => Pin::new(stream).poll_read(context, buffer),
+            #[cfg(test)]
+            Stream::Modelled(stream) => Pin::new(stream).poll_read(context, buffer),
         }
     }
 }
@@ -191,6 +222,8 @@ impl Write for Counted {
         match &mut self.stream {
             Stream::Plain(stream) => Pin::new(stream).poll_write(context, bytes),
             Stream::Tls(stream) => Pin::new(stream).poll_write(context, bytes),
+            #[cfg(test)]
+            Stream::Modelled(stream) => Pin::new(stream).poll_write(context, bytes),
         }
     }
 
@@ -198,6 +231,8 @@ impl Write for Counted {
         match &mut self.stream {
             Stream::Plain(stream) => Pin::new(stream).poll_flush(context),
             Stream::Tls(stream) => Pin::new(stream).poll_flush(context),
+            #[cfg(test)]
+            Stream::Modelled(stream) => Pin::new(stream).poll_flush(context),
         }
     }
 
@@ -205,6 +240,8 @@ impl Write for Counted {
         match &mut self.stream {
             Stream::Plain(stream) => Pin::new(stream).poll_shutdown(context),
             Stream::Tls(stream) => Pin::new(stream).poll_shutdown(context),
+            #[cfg(test)]
+            Stream::Modelled(stream) => Pin::new(stream).poll_shutdown(context),
         }
     }
 
@@ -212,6 +249,8 @@ impl Write for Counted {
         match &self.stream {
             Stream::Plain(stream) => stream.is_write_vectored(),
             Stream::Tls(stream) => stream.is_write_vectored(),
+            #[cfg(test)]
+            Stream::Modelled(stream) => stream.is_write_vectored(),
         }
     }
 
@@ -223,6 +262,8 @@ impl Write for Counted {
         match &mut self.stream {
             Stream::Plain(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
             Stream::Tls(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
+            #[cfg(test)]
+            Stream::Modelled(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
         }
     }
 }

@@ -16,6 +16,8 @@ mod lease;
 mod ledger;
 mod made_by;
 mod metrics;
+#[cfg(test)]
+mod model;
 mod notify;
 mod pool;
 mod prefill;
@@ -113,10 +115,20 @@ impl Proxy {
     /// runtime; all tasks run in `tasks` and end with `stop`.
     #[must_use]
     pub fn start(settings: Settings, tasks: TaskTracker, stop: CancellationToken) -> Self {
-        let metrics = Metrics::new();
         let held = Held::new(settings.limits.held_bytes);
         let tls = settings.engine_tls.clone();
         let upstream = Upstream::new(&settings.timeouts, tls, held.clone(), tasks.clone());
+        Self::start_over(upstream, held, settings, tasks, stop)
+    }
+
+    fn start_over(
+        upstream: Upstream,
+        held: Held,
+        settings: Settings,
+        tasks: TaskTracker,
+        stop: CancellationToken,
+    ) -> Self {
+        let metrics = Metrics::new();
         let registry = Registry::new(RegistryLimits {
             payload_bytes: settings.limits.payload_bytes,
             engines: settings.limits.registry_engines,

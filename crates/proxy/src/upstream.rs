@@ -109,7 +109,22 @@ impl Upstream {
         connector.set_nodelay(true);
         connector.set_connect_timeout(Some(timeouts.connect));
         connector.enforce_http(false);
-        let connector = Counting::new(connector, tls, timeouts.connect);
+        Self::through(Counting::new(connector, tls, timeouts.connect), timeouts, held, tasks)
+    }
+
+    /// Over engines in memory.
+    #[cfg(test)]
+    pub(crate) fn modelled(
+        model: crate::model::World,
+        timeouts: &Timeouts,
+        held: Held,
+        tasks: TaskTracker,
+    ) -> Self {
+        let connector = Counting::new(HttpConnector::new(), EngineTls::default(), timeouts.connect);
+        Self::through(connector.over(model), timeouts, held, tasks)
+    }
+
+    fn through(connector: Counting, timeouts: &Timeouts, held: Held, tasks: TaskTracker) -> Self {
         let mut builder = Client::builder(Tracked(tasks));
         builder.pool_timer(TokioTimer::new()).timer(TokioTimer::new()).pool_idle_timeout(timeouts.pool_idle);
         let client = builder.build(connector.clone());
