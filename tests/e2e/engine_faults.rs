@@ -17,6 +17,8 @@ async fn cluster(warnings: &[&'static str]) -> Cluster {
     let impatient = |config: &mut kvbaton::config::Config| {
         config.timeouts.prefill = SHORT;
         config.timeouts.decode_head = SHORT;
+        // An engine that stays silent is not heard out for longer than these tests wait.
+        config.hand_off.abandon_grace = SHORT;
         // The first failure must be seen by the request, not by a probe.
         config.probe.interval = Duration::from_secs(60);
     };

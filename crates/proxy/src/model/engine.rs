@@ -67,7 +67,7 @@ async fn prefill(world: &World, engine: &str, id: &str) -> Response<Body> {
             "kv_transfer_params": {
                 "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[1, 2]],
                 "remote_engine_id": id, "remote_request_id": request, "remote_host": engine,
-                "remote_port": 5600, "tp_size": 1, "remote_num_tokens": 20,
+                "remote_port": 7100, "tp_size": 1, "remote_num_tokens": 20,
             },
         }),
     )
