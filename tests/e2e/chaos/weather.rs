@@ -103,7 +103,7 @@ impl Weather {
     }
 
     /// Restarts engines whose core has died, as their supervisor would.
-    async fn revive(&mut self, cluster: &mut Cluster) {
+    pub(super) async fn revive(&mut self, cluster: &mut Cluster) {
         for engines in [&mut cluster.prefill, &mut cluster.decode] {
             while let Some(at) = engines.iter().position(|engine| engine.stats().dead) {
                 let engine = engines.remove(at);
