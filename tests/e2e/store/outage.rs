@@ -196,6 +196,7 @@ async fn a_router_starts_without_etcd_and_finds_it_later() {
     assert_eq!(register(&routers, 1, "other").await, 503);
     routers.gates[1].mend();
     routers.all_know("known", true).await;
+    routers.wait_up(1, true).await;
     assert_eq!(register(&routers, 1, "other").await, 201);
     routers.finish(Vec::new()).await;
 }
