@@ -2,21 +2,24 @@
 //! Owns what the surface itself refuses; knows the core's errors and how clients see them.
 //! Must never show an engine's address, nor turn an error into a response anywhere else.
 
+mod request;
+
 use axum::Json;
 use axum::body::Bytes;
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
 use http::header::{HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
 use kvbaton_proxy::{
-    Account, BadRequest, Broken, Endpoint, EventError, HandOffRefusal, PeerSpecError, ProxyError,
-    RegistryError, Stage, UpstreamFailure, error_event,
+    Account, Endpoint, EventError, HandOffRefusal, PeerSpecError, ProxyError, RegistryError, Stage,
+    error_event,
 };
 use serde::Serialize;
 
 use crate::access::NotLocal;
+use request::{bad_request_face, busy_face, no_room, upstream_face};
 
 /// Seconds after which a fleet without a ready engine is worth another try: about one probe.
-const RETRY_SECONDS: HeaderValue = HeaderValue::from_static("1");
+const RETRY_SECONDS: u64 = 1;
 
 /// Why a request got an error from the router.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -120,6 +123,7 @@ enum Class {
     Unavailable,
     Upstream,
     Server,
+    RateLimit,
 }
 
 impl Class {
@@ -132,6 +136,7 @@ impl Class {
             Self::Unavailable => "unavailable_error",
             Self::Upstream => "upstream_error",
             Self::Server => "server_error",
+            Self::RateLimit => "rate_limit_error",
         }
     }
 }
@@ -159,12 +164,13 @@ struct Face {
     param: Option<String>,
     /// Replaces the error's own text where that one is for the log.
     message: Option<String>,
-    retry: bool,
+    /// Seconds after which another try may succeed.
+    retry: Option<u64>,
 }
 
 impl Face {
     fn new(status: StatusCode, class: Class, code: &'static str) -> Self {
-        Self { status, class, code, param: None, message: None, retry: false }
+        Self { status, class, code, param: None, message: None, retry: None }
     }
 
     fn invalid(code: &'static str) -> Self {
@@ -185,7 +191,7 @@ impl Face {
     }
 
     fn retry(mut self) -> Self {
-        self.retry = true;
+        self.retry = Some(RETRY_SECONDS);
         self
     }
 }
@@ -258,10 +264,6 @@ impl RouteError {
     }
 }
 
-fn no_room() -> Face {
-    Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, "no_room").retry()
-}
-
 fn proxy_face(error: &ProxyError) -> Face {
     match error {
         ProxyError::BadRequest(bad) => bad_request_face(bad),
@@ -273,6 +275,7 @@ fn proxy_face(error: &ProxyError) -> Face {
             };
             Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, code).retry()
         }
+        ProxyError::Busy(busy) => busy_face(busy),
         ProxyError::NoCompatiblePair => {
             Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, "no_compatible_pair").retry()
         }
@@ -293,32 +296,6 @@ fn proxy_face(error: &ProxyError) -> Face {
             Face::upstream(StatusCode::BAD_GATEWAY, code, format!("the prefill engine returned {what}"))
         }
     }
-}
-
-fn bad_request_face(bad: &BadRequest) -> Face {
-    let code = match bad {
-        BadRequest::Utf8 { .. } => "invalid_utf8",
-        BadRequest::Json { .. } | BadRequest::NotAnObject => "invalid_json",
-        BadRequest::MissingModel => "model_required",
-        BadRequest::WrongType { .. } => "invalid_type",
-        BadRequest::InjectedHandOff { .. } => "kv_transfer_params_not_allowed",
-        BadRequest::TooManyEdits { .. } => "too_many_repeated_fields",
-    };
-    Face { param: bad.param().map(str::to_owned), ..Face::invalid(code) }
-}
-
-fn upstream_face(failure: &UpstreamFailure) -> Face {
-    let (status, code, what) = match failure.broken {
-        Broken::Connect => (StatusCode::BAD_GATEWAY, "upstream_connect", "could not be reached"),
-        Broken::Reset => (StatusCode::BAD_GATEWAY, "upstream_reset", "ended the connection early"),
-        Broken::Timeout => (StatusCode::GATEWAY_TIMEOUT, "upstream_timeout", "did not answer in time"),
-        Broken::Idle => (StatusCode::GATEWAY_TIMEOUT, "upstream_idle", "stopped sending"),
-        Broken::Total => (StatusCode::GATEWAY_TIMEOUT, "upstream_total", "took longer than allowed"),
-        Broken::NoRoom => return no_room(),
-        Broken::Protocol => (StatusCode::BAD_GATEWAY, "upstream_protocol", "did not answer in HTTP"),
-        Broken::TooLarge => (StatusCode::BAD_GATEWAY, "upstream_too_large", "answered more than can be held"),
-    };
-    Face::upstream(status, code, format!("the {} engine {what}", failure.stage.label()))
 }
 
 fn registry_face(error: &RegistryError) -> Face {
@@ -411,8 +388,8 @@ impl IntoResponse for RouteError {
             code: face.code,
         };
         let mut response = (status, Json(ErrorBody { error })).into_response();
-        if face.retry {
-            response.headers_mut().insert(RETRY_AFTER, RETRY_SECONDS);
+        if let Some(seconds) = face.retry {
+            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
         }
         if status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
@@ -426,7 +403,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use http_body_util::BodyExt;
-    use kvbaton_proxy::{FieldProblem, Progress, Proxy, Settings};
+    use kvbaton_proxy::{BadRequest, Broken, FieldProblem, Progress, Proxy, Settings, UpstreamFailure};
     use tokio_util::sync::CancellationToken;
     use tokio_util::task::TaskTracker;
 

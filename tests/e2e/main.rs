@@ -13,11 +13,13 @@
 
 mod abandon;
 mod admin;
+mod admission;
 mod bad_input;
 mod credentials;
 mod engine_faults;
 mod fleet;
 mod handoff;
+mod health;
 mod injection;
 mod legs;
 mod malformed_handoff;

@@ -3,9 +3,11 @@
 
 mod account;
 mod address;
+mod admission;
 mod answer;
 mod client;
 mod connection;
+mod dial;
 mod disagg;
 mod error;
 mod fleet;
@@ -40,6 +42,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 pub use account::Account;
+pub use admission::{AdmissionSettings, Busy, BusyReason, BusyScope, NamedLimits, StageLimits};
 pub use client::{Client, ModelScope};
 pub use connection::{EngineTls, public_authorities};
 pub use disagg::{Exchange, Order};
@@ -51,8 +54,9 @@ pub use kv_connector::protocol::params::{Generation, TransferMode};
 pub use ledger::{HandOffState, HandOffView};
 pub use metrics::METRICS_CONTENT_TYPE;
 pub use pool::{
-    Authorization, ModelList, OperatorState, PairView, PeerFault, PeerPlace, PeerSpec, PeerSpecError,
-    PeerState, PeerView, QuarantineView, Readiness, Restarts, Role, Verdict, is_host,
+    Authorization, BreakerSettings, BreakerState, HealthView, ModelList, OperatorState, PairView, PeerFault,
+    PeerPlace, PeerSpec, PeerSpecError, PeerState, PeerView, QuarantineView, Readiness, Restarts, Role,
+    Verdict, is_host,
 };
 pub use registry::{
     AboutEngine, ChangeKind, Changes, ClockReading, Echo, EngineRecord, EngineRole, EngineState,
@@ -87,6 +91,7 @@ struct Core {
     registry: Registry,
     notifier: notify::Notifier,
     retries: retry::Budget,
+    admission: Arc<admission::Admission>,
     side_channels: SideChannels,
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
@@ -110,7 +115,8 @@ impl Proxy {
         let metrics = Metrics::new();
         let held = Held::new(settings.limits.held_bytes);
         let tls = settings.engine_tls.clone();
-        let upstream = Upstream::new(&settings.timeouts, tls, held.clone(), tasks.clone());
+        let dials = dial::Dials::new(settings.timeouts.slow_connect);
+        let upstream = Upstream::new(&settings.timeouts, tls, dials.clone(), held.clone(), tasks.clone());
         let registry = Registry::new(RegistryLimits {
             payload_bytes: settings.limits.payload_bytes,
             engines: settings.limits.registry_engines,
@@ -118,11 +124,12 @@ impl Proxy {
         });
         let notifier = notify::Notifier::start(settings.nixl.clone(), registry.clone(), &tasks, stop.clone());
         let core = Arc::new(Core {
+            admission: admission::Admission::new(&settings.admission, Arc::clone(&metrics)),
             retries: retry::Budget::new(settings.retry.clone()),
             ledger: Ledger::new(Arc::clone(&metrics)),
             registry,
             notifier,
-            pool: Pool::new(settings.pairing.clone()),
+            pool: Pool::new(settings.pairing.clone(), settings.breaker.clone(), dials),
             side_channels: SideChannels::default(),
             upstream,
             held,
@@ -271,6 +278,7 @@ impl Proxy {
         self.core.ledger.sweep();
         self.core.metrics.held_bytes(self.core.held.bytes());
         self.core.count_fleet();
+        self.core.admission.count();
         self.core.metrics.encode()
     }
 }

@@ -20,6 +20,7 @@ use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
 use crate::connection::{Counting, EngineTls, Uses};
+use crate::dial::Dials;
 use crate::error::{Broken, Progress, Stage, UpstreamFailure};
 use crate::held::Held;
 use crate::pool::peer::Peer;
@@ -102,12 +103,24 @@ where
 }
 
 impl Upstream {
-    pub(crate) fn new(timeouts: &Timeouts, tls: EngineTls, held: Held, tasks: TaskTracker) -> Self {
+    pub(crate) fn new(
+        timeouts: &Timeouts,
+        tls: EngineTls,
+        dials: Dials,
+        held: Held,
+        tasks: TaskTracker,
+    ) -> Self {
         let mut connector = HttpConnector::new();
         connector.set_nodelay(true);
         connector.set_connect_timeout(Some(timeouts.connect));
         connector.enforce_http(false);
-        let connector = Counting::new(connector, tls, timeouts.connect);
+        // A host that vanished under a connection says nothing; what it does not acknowledge tells.
+        let vanished = timeouts.connect * 4;
+        connector.set_keepalive(Some(vanished));
+        connector.set_keepalive_interval(Some(timeouts.connect));
+        #[cfg(target_os = "linux")]
+        connector.set_tcp_user_timeout(Some(vanished));
+        let connector = Counting::new(connector, tls, dials, timeouts.connect);
         let client = Client::builder(Tracked(tasks))
             .pool_timer(TokioTimer::new())
             .timer(TokioTimer::new())

@@ -1,9 +1,11 @@
 //! What the decisions on a request rest on: whether its hand-off can be shared, and what the prefill
 //! engine has to answer itself.
 
-use super::fields::{Field, asks_several_prompts, has_server_tools, is_falsish, is_one, is_zero, lax_bool};
+use super::fields::{
+    Field, asks_several_prompts, has_server_tools, is_falsish, is_one, is_zero, lax_bool, whole,
+};
 use super::plan::FromPrefill;
-use super::{BypassReason, Endpoint};
+use super::{BypassReason, Endpoint, Size};
 use crate::json::{Kind, Member};
 use crate::splice::Span;
 
@@ -13,6 +15,7 @@ use crate::splice::Span;
 pub(super) struct Seen {
     pub(super) model: Option<Option<Box<str>>>,
     pub(super) stream: bool,
+    pub(super) size: Size,
     /// The prompt if it is one text.
     pub(super) text: Option<Span>,
     refused: Option<BypassReason>,
@@ -30,6 +33,7 @@ pub(super) struct Seen {
 impl Seen {
     pub(super) fn note(&mut self, endpoint: Endpoint, field: Field, member: &Member<'_>) {
         let given = member.kind() != Kind::Null;
+        self.measure(field, member);
         match field {
             Field::Model => self.model = Some(member.string().map(|model| model.into_owned().into())),
             Field::Stream => self.stream = lax_bool(member) == Some(true),
@@ -44,6 +48,26 @@ impl Seen {
                 Endpoint::Responses => self.note_response(field, member, given),
                 Endpoint::Messages => {}
             },
+        }
+    }
+
+    /// Of limits and prompts that stand there twice, the larger counts: another engine may read the other.
+    fn measure(&mut self, field: Field, member: &Member<'_>) {
+        let name = match field {
+            Field::MaxTokens => "max_tokens",
+            Field::MaxCompletionTokens => "max_completion_tokens",
+            Field::MaxOutputTokens => "max_output_tokens",
+            Field::Priority => return self.size.priority = whole(member),
+            Field::Prompt | Field::PromptEmbeds | Field::Tools | Field::Text => {
+                self.size.prompt_bytes += member.raw_value().len();
+                return;
+            }
+            _ => return,
+        };
+        let asked = whole(member).and_then(|asked| u64::try_from(asked).ok());
+        let most = self.size.max_tokens.map_or(0, |(_, most)| most);
+        if let Some(asked) = asked.filter(|asked| *asked > most) {
+            self.size.max_tokens = Some((name, asked));
         }
     }
 
