@@ -8,6 +8,7 @@ use kvbaton::config::Config;
 use kvbaton_proxy::Role;
 use serde_json::{Value, json};
 use tokio::net::{TcpSocket, TcpStream};
+use tokio::task::JoinSet;
 
 use crate::support::{
     COMPLETIONS, Cluster, FakeEngine, PROMPT, SOON, Step, completion, generations, http_answer, single_text,
@@ -194,6 +195,7 @@ async fn the_router_starts_with_whatever_is_up() {
 /// An address that answers probes once and from then on no connection attempt.
 struct Swallowing {
     url: String,
+    task: JoinSet<()>,
     swallows: tokio::sync::oneshot::Sender<tokio::sync::oneshot::Sender<Vec<TcpStream>>>,
 }
 
@@ -205,13 +207,15 @@ impl Swallowing {
         let addr = listener.local_addr().unwrap();
         let (swallows, mut told) =
             tokio::sync::oneshot::channel::<tokio::sync::oneshot::Sender<Vec<TcpStream>>>();
-        tokio::spawn(async move {
+        let mut task = JoinSet::new();
+        task.spawn(async move {
+            let mut answers = JoinSet::new();
             let done = loop {
                 let stream = tokio::select! {
                     done = &mut told => break done,
                     accepted = listener.accept() => accepted.unwrap().0,
                 };
-                tokio::spawn(answer_probe(stream));
+                answers.spawn(answer_probe(stream));
             };
             // Full, the backlog lets the kernel drop whatever else comes.
             let mut waiting = Vec::new();
@@ -226,14 +230,14 @@ impl Swallowing {
             std::future::pending::<()>().await;
             drop(listener);
         });
-        Self { url: format!("http://{addr}"), swallows }
+        Self { url: format!("http://{addr}"), task, swallows }
     }
 
     /// From now on nothing is accepted, as long as the result lives.
-    async fn swallow(self) -> Vec<TcpStream> {
+    async fn swallow(self) -> (JoinSet<()>, Vec<TcpStream>) {
         let (done, full) = tokio::sync::oneshot::channel();
         let _ = self.swallows.send(done);
-        full.await.unwrap()
+        (self.task, full.await.unwrap())
     }
 }
 
