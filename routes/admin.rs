@@ -22,6 +22,8 @@ const LONGEST_DRAIN: Duration = Duration::from_secs(24 * 3600);
 /// All peers.
 #[derive(Serialize)]
 pub(crate) struct Peers {
+    /// How requests are served: there is one way.
+    mode: &'static str,
     peers: Vec<PeerView>,
 }
 
@@ -46,7 +48,7 @@ pub(crate) struct Pairs {
 }
 
 pub(crate) async fn peers(Shared(proxy): Shared<Proxy>) -> Json<Peers> {
-    Json(Peers { peers: proxy.peers() })
+    Json(Peers { mode: "prefill_decode", peers: proxy.peers() })
 }
 
 pub(crate) async fn peer(

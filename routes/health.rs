@@ -6,7 +6,7 @@ use axum::extract::State as Shared;
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
 use http::header::CONTENT_TYPE;
-use kvbaton_proxy::{METRICS_CONTENT_TYPE, Proxy, Readiness};
+use kvbaton_proxy::{METRICS_CONTENT_TYPE, Proxy, Readiness, StoreView};
 use serde::Serialize;
 
 /// The process answers.
@@ -21,6 +21,8 @@ pub(crate) struct Ready {
     ready: bool,
     #[serde(flatten)]
     counts: Readiness,
+    /// A store that is away makes no router unready: it serves with what it knows.
+    store: StoreView,
 }
 
 pub(crate) async fn live() -> Json<Alive> {
@@ -31,7 +33,7 @@ pub(crate) async fn ready(Shared(proxy): Shared<Proxy>) -> (StatusCode, Json<Rea
     let counts = proxy.readiness();
     let ready = counts.is_ready();
     let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    (status, Json(Ready { ready, counts }))
+    (status, Json(Ready { ready, counts, store: proxy.store() }))
 }
 
 pub(crate) async fn metrics(Shared(proxy): Shared<Proxy>) -> Response {

@@ -90,7 +90,7 @@ pub(crate) async fn register(
     request: Request,
 ) -> Result<(StatusCode, Json<EngineReceipt>), RouteError> {
     let body: RegisterBody = read_structured(request, state.limits.body_bound()).await?;
-    let receipt = state.proxy.registry().register(body.into_registration(engine_id.clone(), writer))?;
+    let receipt = state.proxy.register_engine(body.into_registration(engine_id.clone(), writer)).await?;
     let status = if receipt.created { StatusCode::CREATED } else { StatusCode::OK };
     let receipt = EngineReceipt {
         engine_id,
@@ -111,8 +111,7 @@ pub(crate) async fn heartbeat(
     let mut bound = state.limits.body_bound();
     bound.bytes = bound.bytes.min(HEARTBEAT_BYTES);
     let body: HeartbeatBody = read_structured(request, bound).await?;
-    state.proxy.registry().check_writer(&writer, &engine_id)?;
-    let receipt = state.proxy.registry().heartbeat(&engine_id, &body.into())?;
+    let receipt = state.proxy.heartbeat(&writer, &engine_id, &body.into()).await?;
     Ok(Json(HeartbeatReceipt {
         revision: receipt.revision,
         ttl_seconds: receipt.ttl.map(|ttl| ttl.as_secs_f64()),
@@ -125,8 +124,7 @@ pub(crate) async fn remove(
     Extension(writer): Extension<Writer>,
     Segments(engine_id): Segments<String>,
 ) -> Result<StatusCode, RouteError> {
-    proxy.registry().check_writer(&writer, &engine_id)?;
-    if proxy.registry().remove(&engine_id) {
+    if proxy.remove_engine(&writer, &engine_id).await? {
         Ok(StatusCode::NO_CONTENT)
     } else {
         Err(RouteError::UnknownEngine { engine_id })

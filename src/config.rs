@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use kvbaton_proxy::{
     AdmissionSettings, BreakerSettings, HandOffPolicy, Limits, Nixl, Pairing, PeerSpec, PeerSpecError, Probe,
-    Retry, Role, Settings, SideChannelSettings, Streaming, Timeouts,
+    Retry, Role, Settings, SideChannelSettings, StoreSettings, Streaming, Timeouts,
 };
 use serde::{Deserialize, Serialize};
 
@@ -81,6 +81,8 @@ pub struct Config {
     pub retry: Retry,
     /// Bounds on memory.
     pub limits: Limits,
+    /// Where what several routers must agree on is kept.
+    pub store: StoreSettings,
     /// How answers are streamed.
     pub stream: Streaming,
     /// The NIXL library.
@@ -115,6 +117,7 @@ impl Default for Config {
             side_channel: SideChannelSettings::default(),
             retry: Retry::default(),
             limits: Limits::default(),
+            store: StoreSettings::default(),
             stream: Streaming::default(),
             nixl: Nixl::default(),
         }
@@ -211,6 +214,7 @@ impl Config {
             side_channel: self.side_channel.clone(),
             retry: self.retry.clone(),
             limits: self.limits.clone(),
+            store: self.store.clone(),
             engine_tls: kvbaton_proxy::EngineTls::default(),
             stream: self.stream.clone(),
             nixl: self.nixl.clone(),
@@ -268,8 +272,18 @@ impl Config {
                 wrong(key, "is longer than a week".into(), "give a duration such as \"30s\"");
             }
         }
+        for (key, fault) in self.store.faults() {
+            wrong(key, fault.to_string(), "see the section `[store]` in the README");
+        }
         if self.pairing.quarantine_restarted > LONGEST {
             wrong("pairing.quarantine_restarted", "is longer than a week".into(), "the default is \"0s\"");
+        }
+        if self.hand_off.min_prompt_bytes > self.limits.body_bytes {
+            wrong(
+                "hand_off.min_prompt_bytes",
+                "is more than any body may have".into(),
+                "at most limits.body_bytes; 0 hands everything off",
+            );
         }
         if let Err(error) = crate::telemetry::filter(&self.log.level) {
             wrong("log.level", error.to_string(), "error, warn, info, debug or trace");
@@ -334,6 +348,7 @@ impl Config {
                         PeerSpecError::SideChannelAddress => "such as \"10.0.0.5:5600\"",
                         PeerSpecError::Size => "leave out what is not known",
                         PeerSpecError::Lease => "the engine's own setting, 30s unless it was changed",
+                        PeerSpecError::AbandonGrace => "\"0s\" aborts abandoned prefills at once",
                         PeerSpecError::Notify => "move notify to the prefill engine",
                         PeerSpecError::NixlVersion { .. } => "what `pip show nixl` says there",
                         PeerSpecError::Name { .. } | PeerSpecError::Exists { .. } => "such as \"p1\"",

@@ -218,6 +218,12 @@ impl Running {
         self.proxy.peers().iter().filter(|peer| peer.role == role).count()
     }
 
+    /// What becomes of requests while no prefill engine can be had.
+    #[must_use]
+    pub fn on_no_prefill(&self) -> kvbaton_proxy::OnMissing {
+        self.config.hand_off.on_no_prefill
+    }
+
     /// The core, for tests that look behind the HTTP surface.
     #[must_use]
     pub fn proxy(&self) -> &Proxy {

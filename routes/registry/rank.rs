@@ -63,7 +63,7 @@ pub(crate) async fn register_rank(
     check_media_type(&parts.headers, MSGPACK)?;
     check_not_encoded(&parts.headers)?;
     let payload = read_body(&parts.headers, body, state.limits.payload_bound()).await?;
-    let registered = state.proxy.registry().put_as(&writer, &engine_id, (pp_rank, tp_rank), payload)?;
+    let registered = state.proxy.put_rank(&writer, &engine_id, (pp_rank, tp_rank), payload).await?;
     let (status, result) = match registered {
         Registered::Created => (StatusCode::CREATED, "created"),
         Registered::Replaced => (StatusCode::OK, "replaced"),

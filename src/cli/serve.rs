@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use kvbaton_proxy::Role;
+use kvbaton_proxy::{OnMissing, Role};
 
 use super::{runtime, say};
 use crate::config::{Config, Flags, load};
@@ -71,6 +71,11 @@ fn announcement(running: &Running) -> String {
         let _ = writeln!(text, "  simulated {role} engine on {}", embedded.engine.url());
     }
     let (prefill, decode) = (running.fleet_size(Role::Prefill), running.fleet_size(Role::Decode));
+    let alone = match running.on_no_prefill() {
+        OnMissing::Fail => "refused",
+        OnMissing::DecodeOnly => "computed by the decode engine alone",
+    };
+    let _ = writeln!(text, "  mode: prefill/decode over NIXL; without a prefill engine, prompts are {alone}");
     if running.engines().is_empty() {
         let _ = writeln!(text, "  {prefill} prefill and {decode} decode engine(s) configured");
     }

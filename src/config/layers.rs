@@ -90,11 +90,17 @@ fn schema() -> Table {
     peer.side_channel = Some("host:1".into());
     (peer.tp_size, peer.pp_size, peer.dp_size) = (Some(1), Some(1), Some(1));
     peer.front = Some(true);
-    peer.lease = Some(std::time::Duration::from_secs(1));
+    (peer.lease, peer.abandon_grace) =
+        (Some(std::time::Duration::from_secs(1)), Some(std::time::Duration::from_secs(1)));
     (peer.dp_rank, peer.dp_split) = (Some(0), true);
     peer.hand_offs = Some(vec![kvbaton_proxy::Endpoint::Completions]);
     peer.nixl_version = Some("1.5.1".into());
     let mut sample = Config { prefill: vec![peer.clone()], decode: vec![peer], ..Config::default() };
+    sample.store.user = Some("user".into());
+    sample.store.password = Some("password".into());
+    for file in [&mut sample.store.ca, &mut sample.store.cert, &mut sample.store.key] {
+        *file = Some("file.pem".into());
+    }
     sample.nixl.library = Some("libnixl_capi.so".into());
     sample.nixl.version = Some("1.5.1".into());
     super::security::sample(&mut sample);

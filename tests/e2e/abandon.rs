@@ -33,7 +33,7 @@ async fn in_flight(cluster: &Cluster, position: usize) -> u64 {
 }
 
 #[tokio::test]
-async fn while_the_prefill_engine_has_not_begun() {
+async fn item_31_while_the_prefill_engine_has_not_begun() {
     let cluster = Cluster::builder().start().await;
     let gate = cluster.p().faults().hold(Stage::Arrival, Leg::Prefill);
     let wire = open(&cluster, false, 8).await;
@@ -47,7 +47,7 @@ async fn while_the_prefill_engine_has_not_begun() {
 }
 
 #[tokio::test]
-async fn while_the_prefill_engine_computes() {
+async fn item_31_while_the_prefill_engine_computes() {
     let slow = |config: &mut EngineConfig| config.prefill_time_per_token = Duration::from_millis(15);
     let cluster = Cluster::builder().engine(slow).start().await;
     let wire = open(&cluster, true, 8).await;
@@ -61,7 +61,7 @@ async fn while_the_prefill_engine_computes() {
 
 /// The prefill is done, its answer is on its way, nobody waits for it any more.
 #[tokio::test]
-async fn between_the_end_of_the_prefill_and_its_answer() {
+async fn item_32_between_the_end_of_the_prefill_and_its_answer() {
     let cluster = Cluster::builder().start().await;
     let gate = cluster.p().faults().hold(Stage::BeforeHead, Leg::Prefill);
     let wire = open(&cluster, false, 8).await;
@@ -89,7 +89,7 @@ async fn between_the_legs(stage: Stage, stream: bool, tune: fn(&mut EngineConfig
 }
 
 #[tokio::test]
-async fn before_the_decode_engine_has_looked_at_the_request() {
+async fn item_36_before_the_decode_engine_has_looked_at_the_request() {
     between_the_legs(Stage::Arrival, false, |_| {}).await;
 }
 
@@ -99,12 +99,12 @@ async fn before_the_decode_engine_has_looked_at_the_streamed_request() {
 }
 
 #[tokio::test]
-async fn before_the_decode_engines_head() {
+async fn item_32_before_the_decode_engines_head() {
     between_the_legs(Stage::BeforeHead, false, |_| {}).await;
 }
 
 #[tokio::test]
-async fn before_a_v2_decode_engine_has_looked_at_the_request() {
+async fn item_36_before_a_v2_decode_engine_has_looked_at_the_request() {
     let v2 = |config: &mut EngineConfig| {
         config.generation = Generation::V2;
         config.lease = Duration::from_secs(480);

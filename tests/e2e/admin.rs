@@ -37,7 +37,7 @@ async fn a_fleet_can_be_built_and_taken_down_at_run_time() {
     let empty = Cluster::builder().prefill(0).decode(0).config(by_hand);
     let cluster = empty.warns(&["no_prefill"]).unready().start().await;
     let ready = cluster.get("/readyz").await;
-    let nothing = json!({"ready": false, "prefill_ready": 0, "decode_ready": 0, "draining": false});
+    let nothing = json!({"ready": false, "prefill_ready": 0, "decode_ready": 0, "draining": false, "store": {"kind": "memory", "up": true, "age_seconds": 0.0}});
     assert_eq!((ready.status, ready.json()), (503, nothing));
     assert_eq!(cluster.get("/admin/peers").await.json(), json!({"peers": []}));
     assert_eq!(cluster.get("/v1/models").await.json(), json!({"object": "list", "data": []}));
@@ -51,7 +51,7 @@ async fn a_fleet_can_be_built_and_taken_down_at_run_time() {
     let prefill_id = answer.json()["id"].as_str().unwrap().to_owned();
     assert_eq!(answer.header("location"), format!("/admin/peers/{prefill_id}"));
     assert_eq!((&answer.json()["role"], &answer.json()["url"]), (&json!("prefill"), &json!(prefill.url())));
-    let half = json!({"ready": false, "prefill_ready": 1, "decode_ready": 0, "draining": false});
+    let half = json!({"ready": false, "prefill_ready": 1, "decode_ready": 0, "draining": false, "store": {"kind": "memory", "up": true, "age_seconds": 0.0}});
     cluster.wait_for("one is ready", async || cluster.get("/readyz").await.json() == half).await;
     let answer = add(&cluster, json!({"role": "decode", "url": decode.url(), "name": "d-one"})).await;
     assert_eq!((answer.status, &answer.json()["id"]), (201, &json!("d-one")));
@@ -185,7 +185,7 @@ async fn part_of_the_fleet_may_be_down_at_the_start() {
         .unready()
         .start()
         .await;
-    let half = json!({"ready": false, "prefill_ready": 1, "decode_ready": 0, "draining": false});
+    let half = json!({"ready": false, "prefill_ready": 1, "decode_ready": 0, "draining": false, "store": {"kind": "memory", "up": true, "age_seconds": 0.0}});
     cluster
         .wait_for("the prefill engine is ready", async || cluster.get("/readyz").await.json() == half)
         .await;

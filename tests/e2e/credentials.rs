@@ -97,7 +97,7 @@ async fn what_an_engine_says_of_origins_and_addresses_stays_with_the_router() {
 }
 
 #[tokio::test]
-async fn operators_and_engines_have_listeners_and_tokens_of_their_own() {
+async fn item_42_operators_and_engines_have_listeners_and_tokens_of_their_own() {
     let set = |config: &mut Config| {
         config.admin.listen = Some("127.0.0.1:0".parse().unwrap());
         config.registry.listen = Some("127.0.0.1:0".parse().unwrap());

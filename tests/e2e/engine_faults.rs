@@ -104,7 +104,7 @@ async fn a_decode_engine_that_is_silent_gives_504() {
 }
 
 #[tokio::test]
-async fn a_decode_engine_that_keeps_its_head_back_gives_504() {
+async fn item_45_a_decode_engine_that_keeps_its_head_back_gives_504() {
     gives(Leg::Decode, Fault::Stall { stage: Stage::BeforeHead }, 504, "upstream_timeout").await;
 }
 
@@ -235,7 +235,7 @@ async fn a_prefill_answer_that_is_truncated_json_is_never_silent() {
 }
 
 #[tokio::test]
-async fn without_a_prefill_engine_the_answer_says_so() {
+async fn item_52_without_a_prefill_engine_the_answer_says_so() {
     let cluster = Cluster::builder().prefill(0).warns(&["no_prefill"]).unready().start().await;
     cluster
         .wait_for("the decode engine is ready", async || {
@@ -250,7 +250,7 @@ async fn without_a_prefill_engine_the_answer_says_so() {
 }
 
 #[tokio::test]
-async fn without_a_decode_engine_no_prefill_is_started() {
+async fn item_53_without_a_decode_engine_no_prefill_is_started() {
     let cluster = Cluster::builder().decode(0).warns(&["no_decode"]).unready().start().await;
     cluster
         .wait_for("the prefill engine is ready", async || {

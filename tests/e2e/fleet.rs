@@ -320,7 +320,7 @@ async fn a_quarantined_peer_takes_part_in_no_hand_off() {
 }
 
 #[tokio::test]
-async fn a_drain_ends_with_the_last_request_and_hand_off() {
+async fn item_57_a_drain_ends_with_the_last_request_and_hand_off() {
     let cluster = Cluster::builder().decode(2).start().await;
     let gates = cluster.decode.iter().map(|d| d.faults().hold(Stage::BeforeHead, Leg::Decode));
     let gates: Vec<_> = gates.collect();
@@ -401,7 +401,7 @@ async fn a_drain_ends_when_the_peer_is_resumed() {
 }
 
 #[tokio::test]
-async fn engines_that_are_not_ready_get_no_new_requests() {
+async fn item_49_engines_that_are_not_ready_get_no_new_requests() {
     let cluster = Cluster::builder().engine(once).warns(&["no_prefill"]).start().await;
     let path = format!("/registry/v1/engines/{}/heartbeat", cluster.p().engine_id());
     let say = async |state: &str| {
@@ -430,7 +430,7 @@ async fn named(cluster: &Cluster, host: &str, port: u64) -> crate::support::Answ
 }
 
 #[tokio::test]
-async fn a_hand_off_that_names_anothers_address_is_sent_to_nobody() {
+async fn item_68_a_hand_off_that_names_anothers_address_is_sent_to_nobody() {
     let cluster = Cluster::builder().warns(&["hand-off names an address"]).start().await;
     let port = u64::from(cluster.p().addr().port());
     let other = u64::from(cluster.d().addr().port());

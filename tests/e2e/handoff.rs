@@ -211,7 +211,7 @@ async fn first_token_ends(tune: fn(&mut EngineConfig)) {
 }
 
 #[tokio::test]
-async fn two_prefill_and_two_decode_engines_all_work() {
+async fn item_72_two_prefill_and_two_decode_engines_all_work() {
     let cluster = Cluster::builder().prefill(2).decode(2).start().await;
     let gates: Vec<_> =
         cluster.prefill.iter().map(|engine| engine.faults().hold(Stage::Arrival, Leg::Prefill)).collect();

@@ -37,7 +37,7 @@ fn injected() -> Vec<(&'static str, String)> {
 }
 
 #[tokio::test]
-async fn injected_transfer_parameters_are_refused_in_every_place() {
+async fn item_68_injected_transfer_parameters_are_refused_in_every_place() {
     let cluster = Cluster::builder().start().await;
     for (path, body) in injected() {
         let answer = cluster.post_bytes(path, body.clone(), &[]).await;
@@ -81,7 +81,7 @@ async fn null_and_empty_transfer_parameters_are_tolerated_and_replaced() {
 }
 
 #[tokio::test]
-async fn injected_transfer_parameters_are_stripped_on_demand() {
+async fn item_68_injected_transfer_parameters_are_stripped_on_demand() {
     let strip =
         |config: &mut kvbaton::config::Config| config.hand_off.client_injected = InjectedHandOff::Strip;
     let cluster = Cluster::builder().config(strip).start().await;
@@ -124,30 +124,30 @@ async fn bypasses(reason: &str, body: &str) -> Value {
 }
 
 #[tokio::test]
-async fn several_choices_bypass_the_prefill() {
+async fn item_9_several_choices_bypass_the_prefill() {
     let answer = bypasses("n", r#"{"model":"sim","prompt":"abc","n":2,"max_tokens":3}"#).await;
     assert_eq!(answer["choices"].as_array().unwrap().len(), 2);
     bypasses("n", r#"{"model":"sim","messages":[{"role":"user","content":"a"}],"n":3}"#).await;
 }
 
 #[tokio::test]
-async fn best_of_bypasses_the_prefill() {
+async fn item_9_best_of_bypasses_the_prefill() {
     bypasses("best_of", r#"{"model":"sim","prompt":"abc","best_of":2,"max_tokens":3}"#).await;
 }
 
 #[tokio::test]
-async fn beam_search_bypasses_the_prefill() {
+async fn item_9_beam_search_bypasses_the_prefill() {
     bypasses("beam_search", r#"{"model":"sim","prompt":"abc","use_beam_search":true}"#).await;
 }
 
 #[tokio::test]
-async fn several_prompts_bypass_the_prefill() {
+async fn item_9_several_prompts_bypass_the_prefill() {
     bypasses("several_prompts", r#"{"model":"sim","prompt":["a","b"]}"#).await;
     bypasses("several_prompts", r#"{"model":"sim","prompt":[[1,2],[3]]}"#).await;
 }
 
 #[tokio::test]
-async fn two_choices_of_a_simulated_engine_are_both_there() {
+async fn item_9_two_choices_of_a_simulated_engine_are_both_there() {
     let cluster = Cluster::builder().start().await;
     let mut body = completion(PROMPT, 6);
     body["n"] = json!(2);

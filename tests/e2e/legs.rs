@@ -70,13 +70,13 @@ async fn legs_v2(path: &str, body: &str, at_prefill: Value) {
 }
 
 #[tokio::test]
-async fn min_tokens_stays_off_the_prefill_leg() {
+async fn item_1_min_tokens_stays_off_the_prefill_leg() {
     let body = r#"{"model":"sim","prompt":"abc","max_tokens":100,"min_tokens":5}"#;
     legs_v14(COMPLETIONS, body, json!({"model": "sim", "prompt": "abc", "max_tokens": 1})).await;
 }
 
 #[tokio::test]
-async fn min_tokens_stays_off_the_prefill_leg_of_chat() {
+async fn item_2_min_tokens_stays_off_the_prefill_leg_of_chat() {
     let body =
         r#"{"model":"sim","messages":[{"role":"user","content":"abc"}],"max_tokens":100,"min_tokens":5}"#;
     let messages = json!([{"role": "user", "content": "abc"}]);
@@ -84,20 +84,20 @@ async fn min_tokens_stays_off_the_prefill_leg_of_chat() {
 }
 
 #[tokio::test]
-async fn min_completion_tokens_stays_off_the_prefill_leg() {
+async fn item_2_min_completion_tokens_stays_off_the_prefill_leg() {
     let body = r#"{"min_completion_tokens":3,"model":"sim","prompt":"abc","max_tokens":9}"#;
     legs_v14(COMPLETIONS, body, json!({"model": "sim", "prompt": "abc", "max_tokens": 1})).await;
 }
 
 #[tokio::test]
-async fn only_max_completion_tokens_is_capped_in_its_own_spelling() {
+async fn item_3_only_max_completion_tokens_is_capped_in_its_own_spelling() {
     let body = r#"{"model":"sim","messages":[{"role":"user","content":"abc"}],"max_completion_tokens":50}"#;
     let messages = json!([{"role": "user", "content": "abc"}]);
     legs_v14(CHAT, body, json!({"model": "sim", "messages": messages, "max_completion_tokens": 1})).await;
 }
 
 #[tokio::test]
-async fn every_spelling_of_the_limit_is_capped() {
+async fn item_4_every_spelling_of_the_limit_is_capped() {
     let body = r#"{"max_completion_tokens":20,"model":"sim","messages":[{"role":"user","content":"abc"}],"max_tokens":30}"#;
     let messages = json!([{"role": "user", "content": "abc"}]);
     let at_prefill =
@@ -106,7 +106,7 @@ async fn every_spelling_of_the_limit_is_capped() {
 }
 
 #[tokio::test]
-async fn a_limit_is_set_where_none_is() {
+async fn item_4_a_limit_is_set_where_none_is() {
     let body = r#"{"model":"sim","prompt":"abc"}"#;
     legs_v14(COMPLETIONS, body, json!({"model": "sim", "prompt": "abc", "max_tokens": 1})).await;
 }
@@ -118,7 +118,7 @@ async fn a_null_limit_is_capped() {
 }
 
 #[tokio::test]
-async fn a_repeated_limit_cannot_get_past_the_cap() {
+async fn item_4_a_repeated_limit_cannot_get_past_the_cap() {
     let body = r#"{"model":"sim","max_tokens":3,"prompt":"abc","max_tokens":7}"#;
     let cluster = Cluster::builder().start().await;
     let answer = cluster.post_bytes(COMPLETIONS, body, &[]).await;
@@ -137,13 +137,13 @@ async fn an_escaped_spelling_of_the_limit_is_capped() {
 }
 
 #[tokio::test]
-async fn stop_conditions_stay_off_the_prefill_leg() {
+async fn item_5_stop_conditions_stay_off_the_prefill_leg() {
     let body = r#"{"model":"sim","prompt":"abc","max_tokens":9,"stop":["zzz"],"stop_token_ids":[7]}"#;
     legs_v14(COMPLETIONS, body, json!({"model": "sim", "prompt": "abc", "max_tokens": 1})).await;
 }
 
 #[tokio::test]
-async fn v2_prefill_is_told_to_ignore_the_end_of_sequence() {
+async fn item_5_v2_prefill_is_told_to_ignore_the_end_of_sequence() {
     let body = r#"{"model":"sim","prompt":"abc","max_tokens":9}"#;
     let at_prefill = json!({"model": "sim", "prompt": "abc", "max_tokens": 1, "ignore_eos": true});
     legs_v2(COMPLETIONS, body, at_prefill).await;
@@ -171,17 +171,17 @@ async fn stop_at_the_first_token(tune: fn(&mut EngineConfig)) {
 }
 
 #[tokio::test]
-async fn a_stop_string_as_first_token_is_still_handed_off_by_v14() {
+async fn item_5_a_stop_string_as_first_token_is_still_handed_off_by_v14() {
     stop_at_the_first_token(|_| {}).await;
 }
 
 #[tokio::test]
-async fn a_stop_string_as_first_token_is_still_handed_off_by_v2() {
+async fn item_5_a_stop_string_as_first_token_is_still_handed_off_by_v2() {
     stop_at_the_first_token(|config| config.generation = Generation::V2).await;
 }
 
 #[tokio::test]
-async fn unknown_fields_keep_their_order_and_spelling_on_both_legs() {
+async fn item_10_unknown_fields_keep_their_order_and_spelling_on_both_legs() {
     let unknown = concat!(
         r#""x":{"z":1,"a":[1.50,-0,1E+2,0.10000000000000000055511151231257827],"u":"\u00e9\/","big":12345678901234567890123},"#,
         r#""temperature":0.0,"seed":7,"return_token_ids":false,"#,
@@ -243,7 +243,7 @@ async fn request_ids(cluster: &Cluster, lines: &[(&str, &str)]) -> (Vec<String>,
 }
 
 #[tokio::test]
-async fn the_clients_request_id_is_on_both_legs_and_in_the_answer() {
+async fn item_28_the_clients_request_id_is_on_both_legs_and_in_the_answer() {
     let cluster = Cluster::builder().start().await;
     let (prefill, decode, echoed) = request_ids(&cluster, &[("x-request-id", "abc-1")]).await;
     assert_eq!((prefill, decode, echoed), (vec!["abc-1".into()], vec!["abc-1".into()], "abc-1".into()));
@@ -251,7 +251,7 @@ async fn the_clients_request_id_is_on_both_legs_and_in_the_answer() {
 }
 
 #[tokio::test]
-async fn a_missing_request_id_is_made_once_per_request() {
+async fn item_28_a_missing_request_id_is_made_once_per_request() {
     let cluster = Cluster::builder().start().await;
     let (prefill, decode, first) = request_ids(&cluster, &[]).await;
     assert_eq!((&prefill, &decode), (&vec![first.clone()], &vec![first.clone()]));
@@ -352,18 +352,18 @@ async fn authorization(policy: Value) -> Option<String> {
 }
 
 #[tokio::test]
-async fn authorization_is_forwarded_by_default() {
+async fn item_27_authorization_is_forwarded_by_default() {
     assert_eq!(authorization(json!({})).await.as_deref(), Some("Bearer client"));
 }
 
 #[tokio::test]
-async fn authorization_can_be_replaced_per_peer() {
+async fn item_27_authorization_can_be_replaced_per_peer() {
     let policy = json!({"authorization": "replace", "token": "engine-secret"});
     assert_eq!(authorization(policy).await.as_deref(), Some("Bearer engine-secret"));
 }
 
 #[tokio::test]
-async fn authorization_can_be_kept_from_a_peer() {
+async fn item_27_authorization_can_be_kept_from_a_peer() {
     assert_eq!(authorization(json!({"authorization": "none"})).await, None);
 }
 
@@ -406,7 +406,7 @@ async fn null_transfer_parameters_are_cut_out_of_the_answer() {
 }
 
 #[tokio::test]
-async fn transfer_parameters_are_cut_out_of_the_answer() {
+async fn item_69_transfer_parameters_are_cut_out_of_the_answer() {
     let body = r#"{"id":"x","kv_transfer_params":{"remote_host":"10.0.0.1","n":[1,{"}":"]"}]}}"#;
     assert_eq!(answer_of_decode(body).await, r#"{"id":"x"}"#);
 }

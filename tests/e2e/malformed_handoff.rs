@@ -106,12 +106,12 @@ async fn never_reach_decode(generation: Generation) {
 }
 
 #[tokio::test]
-async fn no_defect_reaches_decode() {
+async fn item_8_no_defect_reaches_decode() {
     never_reach_decode(Generation::V14).await;
 }
 
 #[tokio::test]
-async fn no_v2_defect_reaches_decode() {
+async fn item_8_no_v2_defect_reaches_decode() {
     never_reach_decode(Generation::V2).await;
 }
 
@@ -155,7 +155,7 @@ async fn decode_alone(cluster: &Cluster, fault: Fault, result: &str) {
 }
 
 #[tokio::test]
-async fn a_missing_hand_off_is_counted_and_decode_does_it_alone() {
+async fn item_6_a_missing_hand_off_is_counted_and_decode_does_it_alone() {
     let cluster = Cluster::builder().warns(&["hand-off"]).start().await;
     decode_alone(&cluster, Fault::DropHandoff, "missing").await;
     cluster.finish().await;
@@ -169,7 +169,7 @@ async fn a_null_hand_off_is_a_missing_one() {
 }
 
 #[tokio::test]
-async fn under_the_policy_fail_a_missing_hand_off_is_a_502() {
+async fn item_6_under_the_policy_fail_a_missing_hand_off_is_a_502() {
     let cluster = Cluster::builder().config(fail).warns(&["hand-off"]).start().await;
     cluster.p().faults().arm(ArmedFault { fault: Fault::DropHandoff, leg: Leg::Prefill, sticky: false });
     let answer = cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await;
@@ -208,7 +208,7 @@ async fn a_hand_off_of_more_tokens_than_the_prompt_has_is_refused() {
 }
 
 #[tokio::test]
-async fn a_hand_off_that_outlived_its_lease_is_never_sent() {
+async fn item_19_a_hand_off_that_outlived_its_lease_is_never_sent() {
     let short = |config: &mut Config| {
         config.hand_off.lease = Duration::from_nanos(1);
         config.hand_off.lease_margin = Duration::from_secs(5);
@@ -224,7 +224,7 @@ async fn a_hand_off_that_outlived_its_lease_is_never_sent() {
 }
 
 #[tokio::test]
-async fn fields_that_the_router_does_not_know_are_carried_on() {
+async fn item_66_fields_that_the_router_does_not_know_are_carried_on() {
     let cluster = Cluster::builder().start().await;
     assert_eq!(cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await.status, 200);
     let by_itself = parse(&generations(cluster.d())[0].body)["kv_transfer_params"].clone();

@@ -96,7 +96,7 @@ async fn engines_in_processes_of_their_own_give_the_single_engines_text() {
 }
 
 #[test]
-fn all_wrong_settings_are_listed_at_once() {
+fn item_51_all_wrong_settings_are_listed_at_once() {
     let file = std::env::temp_dir().join(format!("kvbaton-e2e-{}.toml", std::process::id()));
     std::fs::write(&file, "lisen = \"127.0.0.1:1\"\n[timeouts]\nprefil = \"1s\"\n").unwrap();
     let args = ["--config", file.to_str().unwrap(), "--set", "hand_off.on_mising=fail"];
@@ -154,7 +154,7 @@ async fn flags_win_over_the_environment_and_the_environment_over_the_file() {
 }
 
 #[test]
-fn wrong_flags_are_wrong_usage() {
+fn item_51_wrong_flags_are_wrong_usage() {
     for args in [&["--no-such-flag"][..], &["--listen", "nonsense"], &["engine"], &["engine", "--role", "x"]]
     {
         assert_eq!(run(args, &[]).status.code(), Some(2), "{args:?}");

@@ -52,7 +52,7 @@ async fn assert_pull_works(cluster: &Cluster) {
 }
 
 #[tokio::test]
-async fn payloads_of_vllm_come_back_to_the_byte() {
+async fn item_42_payloads_of_vllm_come_back_to_the_byte() {
     let vectors: Value = serde_json::from_str(VECTORS).unwrap();
     let cluster = Cluster::builder().prefill(0).decode(0).unready().start().await;
     let captured = vectors["captured_replies"].as_array().unwrap().iter();
@@ -144,7 +144,7 @@ async fn engines_register_by_themselves_and_people_see_them() {
 }
 
 #[tokio::test]
-async fn an_unknown_rank_is_not_found_at_once() {
+async fn item_42_an_unknown_rank_is_not_found_at_once() {
     let cluster = Cluster::builder().start().await;
     let start = Instant::now();
     let answer = cluster.get(&rank("no-such-engine")).await;

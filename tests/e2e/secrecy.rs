@@ -82,7 +82,7 @@ fn faults() -> Vec<(Vec<Step>, u16)> {
 }
 
 #[tokio::test]
-async fn no_prompt_is_logged_and_no_address_told_when_engines_fail() {
+async fn item_25_no_prompt_is_logged_and_no_address_told_when_engines_fail() {
     for role in [Role::Decode, Role::Prefill] {
         for (steps, status) in faults() {
             let engine = FakeEngine::start(steps).await;
@@ -108,7 +108,7 @@ async fn no_prompt_is_logged_and_no_address_told_when_engines_fail() {
 }
 
 #[tokio::test]
-async fn an_engine_that_cannot_be_reached_is_not_named() {
+async fn item_25_an_engine_that_cannot_be_reached_is_not_named() {
     let cluster = Cluster::builder().unready().prefill(0).decode(0);
     let dead = listen().await;
     let url = format!("http://{}", dead.local_addr().unwrap());

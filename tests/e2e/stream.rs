@@ -35,12 +35,12 @@ async fn first_piece_comes_before_the_last_is_made(path: &str, mut body: serde_j
 }
 
 #[tokio::test]
-async fn first_piece_of_a_completion_comes_before_the_last_is_made() {
+async fn item_15_first_piece_of_a_completion_comes_before_the_last_is_made() {
     first_piece_comes_before_the_last_is_made(COMPLETIONS, completion(PROMPT, 12)).await;
 }
 
 #[tokio::test]
-async fn first_piece_of_a_chat_comes_before_the_last_is_made() {
+async fn item_15_first_piece_of_a_chat_comes_before_the_last_is_made() {
     first_piece_comes_before_the_last_is_made(CHAT, chat(PROMPT, 12)).await;
 }
 
@@ -81,7 +81,7 @@ async fn relayed_piece_by_piece(pieces: &[&[u8]]) {
 }
 
 #[tokio::test]
-async fn pieces_pass_as_they_are_however_they_are_cut() {
+async fn item_16_pieces_pass_as_they_are_however_they_are_cut() {
     relayed_piece_by_piece(&[
         b": comment\n\n",
         b"data: {\"a\":\"\xc3",

@@ -39,7 +39,7 @@ async fn refused(status: u16, stream: bool) {
 }
 
 #[tokio::test]
-async fn a_400_reaches_a_streaming_client() {
+async fn item_13_a_400_reaches_a_streaming_client() {
     refused(400, true).await;
 }
 
@@ -49,12 +49,12 @@ async fn a_400_reaches_a_client() {
 }
 
 #[tokio::test]
-async fn a_503_reaches_a_streaming_client() {
+async fn item_14_a_503_reaches_a_streaming_client() {
     refused(503, true).await;
 }
 
 #[tokio::test]
-async fn a_context_overflow_reaches_a_streaming_client_as_the_engine_says_it() {
+async fn item_14_a_context_overflow_reaches_a_streaming_client_as_the_engine_says_it() {
     let mut body = streamed();
     body["max_tokens"] = json!(100_000);
     let alone = crate::support::single(COMPLETIONS, &body).await;
@@ -110,7 +110,7 @@ fn assert_error_event(cluster: &Cluster, rest: &str, code: &str) {
 }
 
 #[tokio::test]
-async fn a_reset_between_events_ends_the_stream_with_an_error_event() {
+async fn item_17_a_reset_between_events_ends_the_stream_with_an_error_event() {
     let (rest, end, cluster, _engine) =
         broken_stream(&[EVENT, EVENT], Step::Reset, Duration::from_secs(9)).await;
     assert_error_event(&cluster, &rest, "upstream_reset");
@@ -121,7 +121,7 @@ async fn a_reset_between_events_ends_the_stream_with_an_error_event() {
 }
 
 #[tokio::test]
-async fn a_reset_inside_an_event_does_not_merge_with_the_error_event() {
+async fn item_17_a_reset_inside_an_event_does_not_merge_with_the_error_event() {
     let (rest, end, cluster, _engine) =
         broken_stream(&[EVENT, b"data: {\"choi"], Step::Reset, Duration::from_secs(9)).await;
     assert_error_event(&cluster, &rest, "upstream_reset");
@@ -200,7 +200,7 @@ async fn a_simulated_engine_that_resets_mid_stream_ends_the_stream_with_an_error
 }
 
 #[tokio::test]
-async fn a_reset_inside_an_answer_that_is_not_streamed_is_a_502() {
+async fn item_17_a_reset_inside_an_answer_that_is_not_streamed_is_a_502() {
     let partial =
         b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 500\r\n\r\n{\"id\":".to_vec();
     let engine = FakeEngine::start(vec![Step::Send(partial), Step::Reset]).await;

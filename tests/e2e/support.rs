@@ -2,6 +2,8 @@
 //! register themselves with it. Waits are bounded; nothing sleeps for luck.
 
 mod client;
+#[cfg(feature = "etcd")]
+mod etcd;
 mod fake;
 mod log;
 mod pki;
@@ -19,9 +21,11 @@ use kvbaton_proxy::{PeerSpec, Role};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
-pub(crate) use client::{Answer, events, stream_text};
+pub(crate) use client::{Answer, events, http as http_client, stream_text};
+#[cfg(feature = "etcd")]
+pub(crate) use etcd::{Etcd, Gate as EtcdGate};
 pub(crate) use fake::{FakeEngine, Gate, Step, chunk, http_answer, sse_head};
-use log::Log;
+pub(crate) use log::Log;
 pub(crate) use pki::{Authority, Front, Identity, TlsWire};
 pub(crate) use wire::{End, Wire, request};
 

@@ -141,6 +141,7 @@ async fn engines_are_reached_over_tls_with_a_certificate_of_the_router() {
     let front = Front::new(&engines.identity("engine", &["localhost"]), Some(&routers));
     let ca = engines.certificate.clone();
     let set = move |config: &mut Config| {
+        config.pairing.adopt_registered = false;
         config.engine_tls.ca = Some(ca.clone());
         config.engine_tls.cert = router.cert();
         config.engine_tls.key = router.key();
@@ -163,7 +164,11 @@ async fn an_engine_whose_certificate_nobody_trusts_gets_no_request() {
     let (engines, others) = (Authority::new(), Authority::new());
     let front = Front::new(&engines.identity("engine", &["localhost"]), None);
     let ca = others.certificate.clone();
-    let set = move |config: &mut Config| config.engine_tls.ca = Some(ca.clone());
+    let set = move |config: &mut Config| {
+        // Where they listen in plain is not to be found out from their registration.
+        config.pairing.adopt_registered = false;
+        config.engine_tls.ca = Some(ca.clone());
+    };
     let builder = Cluster::builder().behind(front).config(set).unready();
     let cluster = builder.warns(&["an engine is not usable", "no_decode"]).start().await;
     cluster

@@ -314,8 +314,9 @@ impl Core {
         if self.pool.ready(Stage::Decode) == 0 {
             return Err(ProxyError::NoPeer(Stage::Decode));
         }
+        let least = self.settings.hand_off.min_prompt_bytes;
         let no_prefill = self.pool.ready(Stage::Prefill) == 0;
-        let two_legs = request.is_some_and(|request| request.bypass().is_none());
+        let two_legs = request.is_some_and(|request| request.bypass_below(least).is_none());
         if two_legs && no_prefill && self.settings.hand_off.on_no_prefill == OnMissing::Fail {
             // Waiting would not help it; what it is answered is decided where the leg would run.
             return Ok(());

@@ -16,6 +16,7 @@ use crate::client::Client;
 use crate::error::{Broken, HandOffRefusal, ProxyError, Stage, UpstreamFailure};
 use crate::handoff;
 use crate::lease::Lease;
+use crate::made_by::MadeBy;
 use crate::metrics::Outcome;
 use crate::pool::peer::{InFlight, Peer};
 use crate::prefill::PrefillLeg;
@@ -127,7 +128,8 @@ impl Core {
                 self.without_hand_off(HandOffRefusal::EngineGone, &exchange.request_id)?;
             }
             let peer = Arc::clone(&in_flight.peer);
-            let failure = match self.decode(request, exchange, in_flight, lease).await {
+            let made_by = MadeBy::of(&self.settings, lease.as_ref().and_then(Lease::prefill), &peer);
+            let failure = match self.decode(request, exchange, in_flight, lease, tries.resent).await {
                 Err((failure, unseen)) => {
                     lease = unseen;
                     failure
@@ -145,7 +147,7 @@ impl Core {
                         }
                     }
                     match self.relay(answer, guards).await {
-                        Ok(response) => return Ok(response),
+                        Ok(response) => return Ok(made_by.shown_in(response)),
                         Err(failure) => {
                             lease = None;
                             failure
@@ -160,10 +162,15 @@ impl Core {
         }
     }
 
+    /// Why no prefill engine is to see a request.
+    fn bypass(&self, request: &ClientRequest) -> Option<BypassReason> {
+        request.bypass_below(self.settings.hand_off.min_prompt_bytes)
+    }
+
     /// A decode engine to which some prefill engine can hand off, where that matters.
     fn choose_decode(&self, request: &ClientRequest, tries: &Tries) -> Result<InFlight, ProxyError> {
         let model = Some(request.model());
-        let alone = request.bypass().is_some();
+        let alone = self.bypass(request).is_some();
         let chosen = self
             .pool
             .choose(Stage::Decode, model, &tries.decode, |decode| alone || self.pool.has_partner(decode));
@@ -212,7 +219,7 @@ impl Core {
             headers: own_headers(&RequestId::accept(None)),
             body: Spliced::from(Bytes::new()),
         };
-        self.upstream.send(leg, self.settings.probe.timeout).await.is_ok()
+        self.upstream.send_anew(leg, self.settings.probe.timeout).await.is_ok()
     }
 
     /// Another decode engine, if there is one and the budgets allow it.
@@ -231,7 +238,7 @@ impl Core {
         tries: &mut Tries,
     ) -> Result<Option<Lease>, Stopped> {
         let dialect = (!decode.hands_off_on(request.endpoint())).then_some(BypassReason::Dialect);
-        if let Some(reason) = request.bypass().or(dialect) {
+        if let Some(reason) = self.bypass(request).or(dialect) {
             self.metrics.bypassed(reason.label());
             return Ok(None);
         }
@@ -251,7 +258,7 @@ impl Core {
                 Err(nobody) => return self.without_prefill(failed.unwrap_or(nobody), exchange),
             };
             let peer = Arc::clone(&in_flight.peer);
-            let fault = match self.prefill(request, exchange, in_flight).await {
+            let fault = match self.prefill(request, exchange, in_flight, tries.resent).await {
                 Ok(prefilled) => return prefilled,
                 Err(fault) => fault,
             };
@@ -279,11 +286,12 @@ impl Core {
         request: &ClientRequest,
         exchange: &Exchange,
         in_flight: InFlight,
+        anew: bool,
     ) -> Result<Result<Option<Lease>, Stopped>, PrefillFault> {
         let peer = Arc::clone(&in_flight.peer);
         let headers = request_headers(&exchange.headers, &exchange.request_id);
         let began = Instant::now();
-        let mut leg = PrefillLeg::start(self, in_flight, request, &exchange.request_id, headers);
+        let mut leg = PrefillLeg::start(self, in_flight, request, &exchange.request_id, headers, anew);
         let (head, answer) = match leg.answer().await {
             Ok(answered) => answered,
             Err(failure) => return Err(PrefillFault::Broke(failure)),
@@ -319,7 +327,7 @@ impl Core {
             Ok(hand_off) => {
                 self.metrics.decided("disaggregated", "pair");
                 self.side_channel_named(&peer, &hand_off);
-                if peer.saw_engine(&hand_off.engine_id) {
+                if peer.saw_engine(&hand_off.engine_id) | peer.saw_tp_size(hand_off.channel.tp_size) {
                     self.pool.relearn();
                 }
                 Ok(Some(Lease::open(self, hand_off, &peer, request, &exchange.request_id)))
@@ -377,6 +385,7 @@ impl Core {
         exchange: &Exchange,
         in_flight: InFlight,
         mut lease: Option<Lease>,
+        anew: bool,
     ) -> Result<(Response<Incoming>, Guards), (UpstreamFailure, Option<Lease>)> {
         let peer = Arc::clone(&in_flight.peer);
         let handed_over = lease.as_ref().and_then(Lease::granted);
@@ -393,7 +402,10 @@ impl Core {
             lease.dispatched(&peer);
         }
         let began = Instant::now();
-        let answer = match self.upstream.send(leg, self.settings.timeouts.decode_head).await {
+        let head = self.settings.timeouts.decode_head;
+        let sent =
+            if anew { self.upstream.send_anew(leg, head).await } else { self.upstream.send(leg, head).await };
+        let answer = match sent {
             Ok(answer) => answer,
             Err(failure) => {
                 let unseen = retry::after_decode(failure) == Verdict::AgainWithTheSameHandOff;

@@ -112,6 +112,7 @@ impl Core {
                 () if standing.is_drained() => "drained",
                 () if !peer.is_ready() => "unready",
                 () if !standing.is_open() => "closed",
+                () if !peer.warmth.is_warm() => "cold",
                 () => "open",
             }
         };

@@ -66,6 +66,14 @@ pub(crate) fn accept(
         return Err(HandOffRefusal::Garbage.into());
     }
     let host = reachable_host(prefill, hand_off.remote_host.as_ref(), same_host);
+    if host.is_some() && prefill.spec.kv_host.is_none() && prefill.is_first_private_address() {
+        tracing::warn!(
+            peer = %prefill.id,
+            reported = %hand_off.remote_host,
+            "a prefill engine's hand-offs name an address that only its own host can use, that host's is put in \
+             place: set VLLM_NIXL_SIDE_CHANNEL_HOST there, or kv_host here"
+        );
+    }
     let rewritten = if host.is_some() || prefill.spec.kv_port.is_some() {
         rewrite_address(raw, host, prefill.spec.kv_port).map_err(|_| HandOffRefusal::Garbage)?
     } else {
@@ -208,6 +216,20 @@ mod tests {
             let accepted = accept(&answer(&hand_off(private), 1), &prefill(|_| {}), false, |_| None).unwrap();
             assert_eq!(accepted.raw, hand_off("10.0.0.7"), "{private}");
         }
+    }
+
+    #[test]
+    fn item_41_that_is_told_once() {
+        let peer = prefill(|_| {});
+        assert!(peer.is_first_private_address());
+        assert!(!peer.is_first_private_address());
+        let quiet = prefill(|_| {});
+        accept(&answer(&hand_off("10.0.0.7"), 1), &quiet, false, |_| None).unwrap();
+        accept(&answer(&hand_off("localhost"), 1), &quiet, true, |_| None).unwrap();
+        assert!(quiet.is_first_private_address(), "nothing was rewritten");
+        let told = prefill(|_| {});
+        accept(&answer(&hand_off("localhost"), 1), &told, false, |_| None).unwrap();
+        assert!(!told.is_first_private_address());
     }
 
     #[test]

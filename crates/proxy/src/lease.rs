@@ -28,8 +28,9 @@ use crate::upstream::{Leg, own_headers};
 /// How many decode engines a release tries.
 const RELEASE_TRIES: usize = 3;
 
-/// Pause before a failed release is tried again, doubled each time.
-const RELEASE_PAUSE: Duration = Duration::from_secs(3);
+/// Pause before a failed release is tried again, doubled each time up to the longest.
+const RELEASE_PAUSE: Duration = Duration::from_millis(250);
+const LONGEST_PAUSE: Duration = Duration::from_secs(8);
 
 /// A model name that no fleet serves: a decode engine refuses it inside its handler, after the
 /// body has been read, and on that path tells the prefill engine that nobody will read the blocks.
@@ -110,6 +111,11 @@ impl Lease {
         self.hold.as_ref().map(|hold| hold.hand_off.part.clone())
     }
 
+    /// Whose blocks they are.
+    pub(crate) fn prefill(&self) -> Option<&Arc<Peer>> {
+        self.hold.as_ref().map(|hold| &hold.prefill)
+    }
+
     /// Since when the prefill engine holds the blocks.
     pub(crate) fn granted(&self) -> Option<Instant> {
         self.hold.as_ref().map(|hold| hold.granted)
@@ -123,21 +129,9 @@ impl Lease {
         })
     }
 
-    /// Whether another engine, or another life of this one, is where the blocks were. An engine that
-    /// is only not registered (any more) may be there all the same.
+    /// Whether the blocks are gone with the engine that granted them.
     pub(crate) fn is_orphaned(&self) -> bool {
-        self.hold.as_ref().is_some_and(|hold| {
-            let registry = &hold.core.registry;
-            match (&hold.origin, registry.engine(&hold.hand_off.engine_id)) {
-                (Some(origin), Some(now)) => now.is_another_life(origin),
-                (Some(origin), None) => registry.is_replaced(origin),
-                (None, Some(_)) => false,
-                (None, None) => {
-                    let former = |url| registry.is_former(&hold.hand_off.engine_id, url);
-                    hold.prefill.address.as_deref().is_some_and(former)
-                }
-            }
-        })
+        self.hold.as_ref().is_some_and(|hold| hold.is_orphaned())
     }
 
     /// The hand-off is being sent to a decode engine.
@@ -200,12 +194,30 @@ enum NotReleased {
 }
 
 impl Hold {
+    /// Whether another engine, or another life of this one, is where the blocks were. An engine that
+    /// is only not registered (any more) may be there all the same.
+    fn is_orphaned(&self) -> bool {
+        let registry = &self.core.registry;
+        match (&self.origin, registry.engine(&self.hand_off.engine_id)) {
+            (Some(origin), Some(now)) => now.is_another_life(origin),
+            (Some(origin), None) => registry.is_replaced(origin),
+            (None, Some(_)) => false,
+            (None, None) => {
+                let former = |url| registry.is_former(&self.hand_off.engine_id, url);
+                self.prefill.address.as_deref().is_some_and(former)
+            }
+        }
+    }
+
     /// Releases the hand-off, trying again while the prefill engine may still hold the blocks.
     async fn release(self: Box<Self>) {
-        let deadline = self.core.settings.timeouts.release;
         let mut pause = RELEASE_PAUSE;
         loop {
-            if let Some(way) = tokio::time::timeout(deadline, self.free()).await.unwrap_or(None) {
+            if self.is_orphaned() {
+                self.core.ledger.close(self.key, HandOffResult::EngineGone);
+                return;
+            }
+            if let Some(way) = self.free(pause == RELEASE_PAUSE).await {
                 self.core.ledger.close(self.key, HandOffResult::Released(way));
                 return;
             }
@@ -225,21 +237,22 @@ impl Hold {
             if self.granted.elapsed() >= self.lasts {
                 return;
             }
-            pause *= 2;
+            pause = LONGEST_PAUSE.min(pause * 2);
         }
     }
 
     /// The way that worked, the cheapest one tried first.
-    async fn free(&self) -> Option<Way> {
+    async fn free(&self, hurried: bool) -> Option<Way> {
         if self.notify().await {
             return Some(Way::Notification);
         }
-        self.try_peers().await
+        self.try_peers(hurried).await
     }
 
     /// Tries the engine that the hand-off was meant for first: it has most likely shaken hands
-    /// with the prefill engine before, so that its word goes out at once.
-    async fn try_peers(&self) -> Option<Way> {
+    /// with the prefill engine before, so that its word goes out at once. It may also be the one that
+    /// hangs, so that at first none is waited for long.
+    async fn try_peers(&self, hurried: bool) -> Option<Way> {
         if self.hand_off.mode == TransferMode::Push {
             return None;
         }
@@ -247,12 +260,15 @@ impl Hold {
         if let Some(meant) = &self.decode {
             peers.sort_by_key(|peer| !Arc::ptr_eq(peer, meant));
         }
+        let deadline = self.core.settings.timeouts.release;
         for peer in peers.iter().take(RELEASE_TRIES) {
-            match self.try_peer(peer).await {
-                Ok(way) => return Some(way),
-                Err(error) => {
-                    tracing::debug!(peer = %peer.id, %error, "release refused");
-                }
+            // A stranger to P has a handshake to make.
+            let hurry = if peer.has_met(&self.hand_off.engine_id) { 5 } else { 2 };
+            let patience = if hurried { deadline / hurry } else { deadline };
+            match tokio::time::timeout(patience, self.try_peer(peer)).await {
+                Ok(Ok(way)) => return Some(way),
+                Ok(Err(error)) => tracing::debug!(peer = %peer.id, %error, "release refused"),
+                Err(_late) => tracing::debug!(peer = %peer.id, "release not answered"),
             }
         }
         None
@@ -306,7 +322,7 @@ impl Hold {
         };
         let deadline = self.core.settings.timeouts.release;
         let response = match self.core.upstream.send(leg(body.clone()), deadline).await {
-            Err(failure) if failure.stale => self.core.upstream.send(leg(body), deadline).await?,
+            Err(failure) if failure.stale => self.core.upstream.send_anew(leg(body), deadline).await?,
             sent => sent?,
         };
         let status = response.status();

@@ -16,6 +16,7 @@ mod held;
 pub mod json;
 mod lease;
 mod ledger;
+mod made_by;
 mod metrics;
 mod notify;
 mod pool;
@@ -29,8 +30,10 @@ mod retry;
 mod settings;
 mod side_channel;
 pub mod splice;
+mod store;
 mod stream;
 mod upstream;
+mod warm_up;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -73,12 +76,14 @@ pub use settings::{
 };
 pub use side_channel::channels::{SideChannelState, SideChannelView};
 pub use side_channel::settings::{FrontSettings, NotPorts, PortRange, ReadSideChannels, SideChannelSettings};
+pub use store::{StoreFault, StoreKind, StoreSettings, StoreView};
 pub use stream::{EventError, RelayBody, RelayError, error_event};
 
 use ledger::Ledger;
 use metrics::Metrics;
 use pool::Pool;
 use side_channel::SideChannels;
+use store::{Storage as _, Store};
 use upstream::Upstream;
 
 /// What every part of the core shares.
@@ -89,6 +94,7 @@ struct Core {
     held: Held,
     ledger: Ledger,
     registry: Registry,
+    store: Store,
     notifier: notify::Notifier,
     retries: retry::Budget,
     admission: Arc<admission::Admission>,
@@ -127,6 +133,7 @@ impl Proxy {
             admission: admission::Admission::new(&settings.admission, Arc::clone(&metrics)),
             retries: retry::Budget::new(settings.retry.clone()),
             ledger: Ledger::new(Arc::clone(&metrics)),
+            store: Store::start(&settings.store, registry.clone(), &tasks, &stop),
             registry,
             notifier,
             pool: Pool::new(settings.pairing.clone(), settings.breaker.clone(), dials),
@@ -144,7 +151,9 @@ impl Proxy {
         fleet::follow(Arc::clone(&core));
         side_channel::start(&core);
         core.tasks.spawn(core.registry.clone().expire_until(core.stop.clone()));
-        Self { core }
+        let proxy = Self { core };
+        proxy.core.store.share_decisions(&proxy, &proxy.core.tasks, &proxy.core.stop);
+        proxy
     }
 
     /// Opens the account of one request; `endpoint` is its name in metrics and must be one of few.
@@ -266,16 +275,68 @@ impl Proxy {
         self.core.registry.close();
     }
 
-    /// The handshake registry.
+    /// The handshake registry: what this router knows, to read from. What engines say goes through
+    /// the methods below, so that all routers of the store hear it.
     #[must_use]
     pub fn registry(&self) -> &Registry {
         &self.core.registry
+    }
+
+    /// Takes an engine with all its ranks, in place of what was known of it, for all routers.
+    ///
+    /// # Errors
+    /// It cannot be used, its id or address is another's, or the store is away.
+    pub async fn register_engine(&self, registration: Registration) -> Result<Receipt, RegistryError> {
+        self.core.store.register(registration).await
+    }
+
+    /// Takes one rank's payload for all routers.
+    ///
+    /// # Errors
+    /// As [`Self::register_engine`].
+    pub async fn put_rank(
+        &self,
+        writer: &Writer,
+        engine_id: &str,
+        rank: Rank,
+        payload: Bytes,
+    ) -> Result<Registered, RegistryError> {
+        self.core.store.put_rank(writer, engine_id, rank, payload).await
+    }
+
+    /// Takes an engine's sign of life for all routers; also while the store is away.
+    ///
+    /// # Errors
+    /// The engine is not known (any more) and has to register, a value cannot be used, or the engine
+    /// changes its state and the store is away.
+    pub async fn heartbeat(
+        &self,
+        writer: &Writer,
+        engine_id: &str,
+        heartbeat: &Heartbeat,
+    ) -> Result<Receipt, RegistryError> {
+        self.core.store.heartbeat(writer, engine_id, heartbeat).await
+    }
+
+    /// Lets an engine leave, everywhere; whether it was known.
+    ///
+    /// # Errors
+    /// It is another credential's, or the store is away.
+    pub async fn remove_engine(&self, writer: &Writer, engine_id: &str) -> Result<bool, RegistryError> {
+        self.core.store.remove(writer, engine_id).await
+    }
+
+    /// How the store is that routers share.
+    #[must_use]
+    pub fn store(&self) -> StoreView {
+        self.core.store.view()
     }
 
     /// The metrics page, of type [`METRICS_CONTENT_TYPE`].
     #[must_use]
     pub fn metrics(&self) -> String {
         self.core.ledger.sweep();
+        self.core.metrics.store(&self.core.store.view());
         self.core.metrics.held_bytes(self.core.held.bytes());
         self.core.count_fleet();
         self.core.admission.count();

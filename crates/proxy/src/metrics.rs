@@ -5,6 +5,7 @@ mod admission;
 mod health;
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -17,6 +18,7 @@ use crate::admission::Counts;
 use crate::error::{HandOffRefusal, ProxyError, Stage, UpstreamFailure};
 use crate::pool::HealthView;
 use crate::side_channel::channels::SideChannelState;
+use crate::store::StoreView;
 use admission::AdmissionMetrics;
 use health::PeerHealth;
 
@@ -101,8 +103,36 @@ pub(crate) enum HandOffResult {
     Relayed,
     /// The router made the prefill engine free the blocks.
     Released(Way),
+    /// The prefill engine ended, and its blocks with it.
+    EngineGone,
     /// The prefill engine's own timer had to free the blocks.
     Expired,
+}
+
+/// What became of a prefill that nobody waited for any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AbandonedPrefill {
+    /// It was heard out, and its blocks were released.
+    Released,
+    /// It was heard out, and named no blocks.
+    KeptNone,
+    /// Its answer never came whole.
+    Failed,
+    /// It took too long and its connection was closed.
+    Aborted,
+}
+
+impl AbandonedPrefill {
+    const ALL: [Self; 4] = [Self::Released, Self::KeptNone, Self::Failed, Self::Aborted];
+
+    const fn label(self) -> &'static str {
+        match self {
+            Self::Released => "released",
+            Self::KeptNone => "kept_none",
+            Self::Failed => "failed",
+            Self::Aborted => "aborted",
+        }
+    }
 }
 
 /// The router's metrics.
@@ -113,6 +143,7 @@ pub(crate) struct Metrics {
     hand_offs: Family<ResultLabel, Counter>,
     hand_offs_live: Gauge,
     releases: Family<WayLabel, Counter>,
+    abandoned_prefills: Family<ResultLabel, Counter>,
     notification_failures: Family<ReasonLabel, Counter>,
     bypass: Family<ReasonLabel, Counter>,
     upstream_failures: Family<FailureLabels, Counter>,
@@ -130,6 +161,8 @@ pub(crate) struct Metrics {
     prefill_seconds: Histogram,
     decode_head_seconds: Histogram,
     hand_over_seconds: Histogram,
+    store_up: Gauge,
+    store_age_seconds: Gauge<f64, AtomicU64>,
 }
 
 impl Metrics {
@@ -141,6 +174,7 @@ impl Metrics {
             hand_offs: Family::default(),
             hand_offs_live: Gauge::default(),
             releases: Family::default(),
+            abandoned_prefills: Family::default(),
             notification_failures: Family::default(),
             bypass: Family::default(),
             upstream_failures: Family::default(),
@@ -158,12 +192,14 @@ impl Metrics {
             prefill_seconds: seconds(),
             decode_head_seconds: seconds(),
             hand_over_seconds: seconds(),
+            store_up: Gauge::default(),
+            store_age_seconds: Gauge::default(),
             registry: Registry::default(),
         };
         registry.register(
             "peers",
             "Peers by stage and condition: open to new requests, unready, closed by their engine, drained, \
-             leaving; those kept from hand-offs also as quarantined",
+             leaving, cold while they make their first hand-offs; those kept from hand-offs also as quarantined",
             metrics.peers.clone(),
         );
         registry.register(
@@ -177,7 +213,7 @@ impl Metrics {
         registry.register(
             "handoffs",
             "Hand-offs by what became of them: relayed to a decode engine, missing from the prefill \
-             answer, refused as defective, released by the router, expired",
+             answer, refused as defective, released by the router, gone with their engine, expired",
             metrics.hand_offs.clone(),
         );
         registry.register(
@@ -189,6 +225,12 @@ impl Metrics {
             "releases",
             "Hand-offs that the router released, by the way that worked",
             metrics.releases.clone(),
+        );
+        registry.register(
+            "abandoned_prefills",
+            "Prefills that nobody waited for any more by what became of them: heard out and released, heard \
+             out without blocks to free, failed by themselves, aborted",
+            metrics.abandoned_prefills.clone(),
         );
         registry.register(
             "notification_failures",
@@ -254,12 +296,26 @@ impl Metrics {
             Unit::Seconds,
             metrics.hand_over_seconds.clone(),
         );
+        registry.register(
+            "store_up",
+            "Whether the store that routers share can be reached; 1 with the store in memory",
+            metrics.store_up.clone(),
+        );
+        registry.register_with_unit(
+            "store_age",
+            "Time since the store was heard of; since the start it is infinite until then",
+            Unit::Seconds,
+            metrics.store_age_seconds.clone(),
+        );
         // Results that have not happened yet still show as zero, so that alerts can be written.
-        for result in ["relayed", "missing", "refused", "released", "expired"] {
+        for result in ["relayed", "missing", "refused", "released", "engine_gone", "expired"] {
             let _ = metrics.hand_offs.get_or_create(&ResultLabel { result });
         }
         for way in Way::ALL {
             let _ = metrics.releases.get_or_create(&WayLabel { way: way.label() });
+        }
+        for fate in AbandonedPrefill::ALL {
+            let _ = metrics.abandoned_prefills.get_or_create(&ResultLabel { result: fate.label() });
         }
         Arc::new(Self { registry, ..metrics })
     }
@@ -269,6 +325,11 @@ impl Metrics {
         // Writing to a string cannot fail; an encoder fault would show as a truncated page.
         let _ = prometheus_client::encoding::text::encode(&mut text, &self.registry);
         text
+    }
+
+    pub(crate) fn store(&self, view: &StoreView) {
+        self.store_up.set(view.up.into());
+        self.store_age_seconds.set(view.age_seconds.unwrap_or(f64::INFINITY));
     }
 
     /// Takes the fleet in as it is now: (stage, condition) of every peer, and restarts by stage.
@@ -322,9 +383,14 @@ impl Metrics {
                 self.releases.get_or_create(&WayLabel { way: way.label() }).inc();
                 "released"
             }
+            HandOffResult::EngineGone => "engine_gone",
             HandOffResult::Expired => "expired",
         };
         self.hand_offs.get_or_create(&ResultLabel { result }).inc();
+    }
+
+    pub(crate) fn prefill_abandoned(&self, fate: AbandonedPrefill) {
+        self.abandoned_prefills.get_or_create(&ResultLabel { result: fate.label() }).inc();
     }
 
     pub(crate) fn not_notified(&self, reason: &'static str) {

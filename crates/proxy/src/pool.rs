@@ -9,6 +9,7 @@ mod outcome;
 pub(crate) mod pairing;
 pub(crate) mod peer;
 pub(crate) mod probe;
+mod spec;
 pub(crate) mod standing;
 
 use std::collections::{BTreeMap, HashMap};
@@ -41,6 +42,7 @@ use crate::error::{ProxyError, Stage};
 use crate::registry::{Registry, canonical_base_url};
 use crate::request::Endpoint;
 use crate::settings::Pairing;
+use crate::warm_up::Turn;
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Snapshot {
@@ -86,6 +88,8 @@ pub(crate) struct Pool {
     quarantined: Mutex<HashMap<PairKey, Instant>>,
     /// Held by whoever learns.
     learning: Mutex<()>,
+    /// Whose turn it is to warm a peer up.
+    pub(crate) warming: Turn,
     /// The registry's revision, and the count of wishes to learn anew, that the matrix is of.
     learnt: [AtomicU64; 2],
     wishes: AtomicU64,
@@ -128,6 +132,9 @@ impl Pool {
         next.prefill.retain(|peer| !is_here(peer));
         next.decode.retain(|peer| !is_here(peer));
         let peer = Arc::new(self.watched(Peer::new(id, spec)?));
+        if self.pairing.warm_up {
+            peer.warmth.cool();
+        }
         next.push(Arc::clone(&peer));
         self.snapshot.store(Arc::new(next));
         self.mark();
@@ -196,7 +203,7 @@ impl Pool {
                 }
             }
         }
-        let matrix = Matrix::of(&peers, &self.matrix.load(), self.pairing.unknown, &self.quarantined.lock());
+        let matrix = Matrix::of(&peers, &self.matrix.load(), &self.pairing, &self.quarantined.lock());
         self.quarantined.lock().retain(|pair, _| matrix.knows(pair));
         self.matrix.store(Arc::new(matrix));
         self.learnt[1].store(wishes, Ordering::Release);
@@ -264,7 +271,7 @@ impl Pool {
     /// Whether a pair may hand off. A peer that has just left the fleet goes on as it was.
     pub(crate) fn fits(&self, prefill: &Peer, decode: &Peer) -> bool {
         let known = self.matrix.load().fits(prefill, decode);
-        known.unwrap_or_else(|| pairing::judge(prefill, decode).allows(self.pairing.unknown))
+        known.unwrap_or_else(|| pairing::judge(prefill, decode, &self.pairing).allows(self.pairing.unknown))
     }
 
     /// The least busy open peer of a stage that fits and lists the model. When no fitting peer lists

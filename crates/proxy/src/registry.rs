@@ -11,6 +11,8 @@ mod ownership;
 mod record;
 mod registration;
 mod sampled;
+#[cfg(feature = "etcd")]
+pub(crate) mod shared;
 mod state;
 mod watch;
 
@@ -30,6 +32,8 @@ use tokio_util::sync::CancellationToken;
 
 pub use address::canonical_base_url;
 pub use change::{ChangeKind, RegistryChange};
+#[cfg(feature = "etcd")]
+pub(crate) use clock::SharedReading;
 pub use clock::{ClockReading, Echo};
 pub use error::{FieldProblem, PayloadPart, RegistryError};
 pub use limits::RegistryLimits;
@@ -140,41 +144,11 @@ impl Registry {
     /// # Errors
     /// It cannot be used or there is no room; nothing has changed then.
     pub fn register(&self, registration: Registration) -> Result<Receipt, RegistryError> {
-        let Checked { base_url, ttl, ranks } = registration.check(&self.shared.limits)?;
+        let checked = registration.check(&self.shared.limits)?;
         let mut state = self.write();
         let known = state.engines.get(&registration.engine_id).cloned();
-        let known_ranks = known.as_ref().map(|known| known.ranks.clone()).unwrap_or_default();
-        let Registration {
-            engine_id,
-            role,
-            model,
-            dp_rank,
-            vllm_version,
-            traits,
-            state: engine_state,
-            clock,
-            writer,
-            ..
-        } = registration;
-        let mut record = EngineRecord {
-            engine_id,
-            base_url,
-            role,
-            model,
-            dp_rank,
-            vllm_version,
-            traits,
-            state: engine_state,
-            generation: 0,
-            revision: 0,
-            registered_at: unix_seconds(),
-            ttl,
-            ranks: ranks.unwrap_or(known_ranks),
-            owner: None,
-            pulse: Arc::default(),
-        };
-        writer.claim(&mut record, &state)?;
-        continue_life(&mut record, known.as_deref(), &state);
+        let clock = registration.clock;
+        let record = compose(registration, checked, known.as_deref(), &state)?;
         let unchanged = known.clone().filter(|known| known.says_the_same(&record));
         let record = match unchanged {
             Some(known) => known,
@@ -426,17 +400,22 @@ impl Registry {
     fn beat(&self, record: &EngineRecord, clock: Option<f64>, echo: Option<Echo>) -> f64 {
         let now = self.now();
         let mut pulse = record.pulse.lock();
-        pulse.deadline = record.ttl.map(|ttl| Instant::now() + ttl);
+        pulse.deadline = record.ttl.filter(|_| pulse.is_timed_here()).map(|ttl| Instant::now() + ttl);
         if let Some(deadline) = pulse.deadline {
-            let micros = self.micros_until(deadline);
-            if self.shared.next_expiry.fetch_min(micros, Ordering::AcqRel) > micros {
-                self.shared.expiry_moved.notify_one();
-            }
+            self.expires_at(deadline);
         }
         if let Some(sent) = clock {
             pulse.clock.observe(sent, now, echo);
         }
         pulse.clock.answer(now)
+    }
+
+    /// Somebody's time runs out then.
+    fn expires_at(&self, deadline: Instant) {
+        let micros = self.micros_until(deadline);
+        if self.shared.next_expiry.fetch_min(micros, Ordering::AcqRel) > micros {
+            self.shared.expiry_moved.notify_one();
+        }
     }
 
     /// The state for a change, with nobody in it whose time ran out.
@@ -469,6 +448,54 @@ impl Registry {
         let revision = state.history.revision();
         self.shared.revision.send_if_modified(|published| std::mem::replace(published, revision) != revision);
     }
+}
+
+/// What a registration makes of an engine that is known, or new.
+///
+/// # Errors
+/// It is another credential's, or another engine that lives has the id.
+fn compose(
+    registration: Registration,
+    checked: Checked,
+    known: Option<&EngineRecord>,
+    state: &State,
+) -> Result<EngineRecord, RegistryError> {
+    let Registration {
+        engine_id,
+        role,
+        model,
+        dp_rank,
+        vllm_version,
+        traits,
+        state: engine_state,
+        writer,
+        ..
+    } = registration;
+    let Checked { base_url, ttl, ranks } = checked;
+    let known_ranks = known.map(|known| known.ranks.clone()).unwrap_or_default();
+    let mut record = EngineRecord {
+        engine_id,
+        base_url,
+        role,
+        model,
+        dp_rank,
+        vllm_version,
+        traits,
+        state: engine_state,
+        generation: 0,
+        revision: 0,
+        registered_at: unix_seconds(),
+        ttl,
+        ranks: ranks.unwrap_or(known_ranks),
+        owner: None,
+        pulse: Arc::default(),
+    };
+    writer.claim(&mut record, state)?;
+    if known.is_some_and(|known| known.lives_elsewhere(&record)) {
+        return Err(RegistryError::EngineIdTaken { engine_id: record.engine_id });
+    }
+    continue_life(&mut record, known, state);
+    Ok(record)
 }
 
 /// An engine of which no more than an id is known.

@@ -80,19 +80,20 @@ impl Core {
         self.admit(None, exchange).await?;
         let in_flight = self.pool.choose(Stage::Decode, None, &[], |_| true)?;
         let peer = Arc::clone(&in_flight.peer);
-        let leg = Leg {
+        let leg = |body| Leg {
             stage: Stage::Decode,
             peer: &peer,
-            method,
+            method: method.clone(),
             path: path_and_query.as_str(),
             headers: self.decode_headers(exchange),
             body,
         };
-        let answer = self
-            .upstream
-            .send(leg, self.settings.timeouts.decode_head)
-            .await
-            .map_err(|failure| self.engine_failed(&peer, failure))?;
+        let head = self.settings.timeouts.decode_head;
+        let sent = match self.upstream.send(leg(body.clone()), head).await {
+            Err(failure) if failure.stale => self.upstream.send_anew(leg(body), head).await,
+            sent => sent,
+        };
+        let answer = sent.map_err(|failure| self.engine_failed(&peer, failure))?;
         let status = answer.status().as_u16();
         // What else an engine answers on an endpoint that is not known here may be the request's fault.
         if status == 503 {

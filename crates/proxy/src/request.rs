@@ -91,6 +91,8 @@ pub enum BypassReason {
     ServerTools,
     /// An engine of the pair takes no hand-off on this endpoint.
     Dialect,
+    /// The prompt is shorter than what the operator lets be handed off.
+    ShortPrompt,
 }
 
 impl BypassReason {
@@ -107,6 +109,7 @@ impl BypassReason {
             Self::Background => "background",
             Self::ServerTools => "server_tools",
             Self::Dialect => "dialect",
+            Self::ShortPrompt => "short_prompt",
         }
     }
 }
@@ -211,6 +214,7 @@ pub struct ClientRequest {
     bypass: Option<BypassReason>,
     from_prefill: FromPrefill,
     prompt: Option<Span>,
+    prompt_bytes: usize,
     stripped: bool,
     size: Size,
     plan: Plan,
@@ -220,7 +224,6 @@ pub struct ClientRequest {
 #[derive(Clone, Copy, Debug, Default)]
 struct Size {
     max_tokens: Option<(&'static str, u64)>,
-    prompt_bytes: usize,
     priority: Option<i64>,
 }
 
@@ -246,6 +249,7 @@ impl ClientRequest {
         }
         let (bypass, stripped) = (seen.bypass(), plan.injected().is_some());
         let (from_prefill, prompt, size) = (seen.wanted_of_prefill(), seen.text, seen.size);
+        let prompt_bytes = seen.prompt_bytes;
         let model = match seen.model {
             // There the engines use what they serve.
             None if endpoint == Endpoint::Responses => Box::default(),
@@ -253,7 +257,18 @@ impl ClientRequest {
             Some(None) => return Err(BadRequest::WrongType { field: "model", expected: "a string" }),
             Some(Some(model)) => model,
         };
-        Ok(Self { model, stream: seen.stream, bypass, from_prefill, prompt, stripped, size, plan, body })
+        Ok(Self {
+            model,
+            stream: seen.stream,
+            bypass,
+            from_prefill,
+            prompt,
+            prompt_bytes,
+            stripped,
+            size,
+            plan,
+            body,
+        })
     }
 
     /// The endpoint that it was sent to.
@@ -276,11 +291,6 @@ impl ClientRequest {
         self.size.max_tokens
     }
 
-    /// Bytes of its prompt, messages and tools, as they stand in the body.
-    pub(crate) fn prompt_bytes(&self) -> usize {
-        self.size.prompt_bytes
-    }
-
     /// Its `priority`, which engines read too.
     pub(crate) fn priority(&self) -> Option<i64> {
         self.size.priority
@@ -289,6 +299,17 @@ impl ClientRequest {
     /// Why the hand-off cannot be shared, if so.
     pub fn bypass(&self) -> Option<BypassReason> {
         self.bypass
+    }
+
+    /// The bytes of everything that becomes the prompt, as it stands in the body.
+    pub fn prompt_bytes(&self) -> usize {
+        self.prompt_bytes
+    }
+
+    /// Why the request goes to a decode engine alone, if so: its own reasons, or a prompt of fewer than
+    /// `least` bytes.
+    pub fn bypass_below(&self, least: usize) -> Option<BypassReason> {
+        self.bypass.or((self.prompt_bytes < least).then_some(BypassReason::ShortPrompt))
     }
 
     /// What the client is to get from the prefill engine's answer, if there is a hand-off.

@@ -13,6 +13,7 @@ use crate::pool::BreakerSettings;
 use crate::registry_address::RegistryAddress;
 use crate::request::InjectedHandOff;
 use crate::side_channel::settings::SideChannelSettings;
+use crate::store::StoreSettings;
 
 /// What the core needs to know to serve requests.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -36,6 +37,8 @@ pub struct Settings {
     pub retry: Retry,
     /// Bounds on memory.
     pub limits: Limits,
+    /// Where what several routers must agree on is kept.
+    pub store: StoreSettings,
     /// TLS to engines, made of files that the core does not read.
     #[serde(skip)]
     pub engine_tls: EngineTls,
@@ -93,6 +96,11 @@ pub struct Pairing {
     pub quarantine_restarted: Duration,
     /// Whether engines that register with a base URL and a role become peers.
     pub adopt_registered: bool,
+    /// Whether a prefill engine of more tensor-parallel ranks than the decode engine's is left out, where
+    /// both numbers are known: older engines cannot read from one.
+    pub prefill_tp_at_most_decode: bool,
+    /// Whether each pair makes one small hand-off before the later of the two engines gets requests.
+    pub warm_up: bool,
 }
 
 impl Default for Pairing {
@@ -102,6 +110,8 @@ impl Default for Pairing {
             quarantine_restarted: Duration::ZERO,
             adopt_registered: true,
             client_dp_rank: false,
+            prefill_tp_at_most_decode: false,
+            warm_up: false,
         }
     }
 }
@@ -237,8 +247,9 @@ pub struct HandOffPolicy {
     /// lease silently fetches other requests' KV.
     #[serde(with = "humantime_serde")]
     pub lease_margin: Duration,
-    /// How long a prefill whose client has left may still end by itself; then it is aborted. What
-    /// has ended cannot be aborted any more, so without this its blocks stay until the lease ends.
+    /// How long a prefill that nobody waits for any more may still end by itself; then it is aborted. One
+    /// that ends in that very moment keeps its blocks until the lease ends, so a short grace saves work of
+    /// prefill engines and costs blocks.
     #[serde(with = "humantime_serde")]
     pub abandon_grace: Duration,
     /// Whether a hand-off must name enough blocks for its tokens where the registry knows the
@@ -246,6 +257,12 @@ pub struct HandOffPolicy {
     pub check_block_count: bool,
     /// Which addresses a hand-off may name.
     pub address_check: AddressCheck,
+    /// Below so many bytes of prompt (its JSON, tools and all) the decode engine computes it itself: a
+    /// hand-off would cost more than it saves. Zero hands everything off.
+    pub min_prompt_bytes: usize,
+    /// Whether answers say which peers made them, in `x-pd-prefill` and `x-pd-decode`. The names are those
+    /// of `/admin/peers`, which for engines that became peers by registering are made of their addresses.
+    pub show_peers: bool,
     /// Address of the registry that takes the place of the prefill engine's in every hand-off, for
     /// decode engines that shake hands over HTTP with what their hand-off names. Others would fail.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -274,9 +291,11 @@ impl Default for HandOffPolicy {
             lease: Duration::from_secs(30),
             lease_v2: Duration::from_secs(480),
             lease_margin: Duration::from_secs(5),
-            abandon_grace: Duration::from_secs(5),
+            abandon_grace: Duration::from_secs(300),
             check_block_count: true,
             address_check: AddressCheck::Known,
+            min_prompt_bytes: 0,
+            show_peers: false,
             registry_address: None,
         }
     }

@@ -65,6 +65,8 @@ const STALE_WITHIN: Duration = Duration::from_secs(1);
 #[derive(Clone, Debug)]
 pub(crate) struct Upstream {
     client: Client<Counting, Spliced>,
+    /// Opens a connection for each request: of several kept ones, all may be about to end.
+    fresh: Client<Counting, Spliced>,
     idle: Duration,
     /// Says in `Via` that a request went through this very router.
     mark: HeaderValue,
@@ -121,14 +123,13 @@ impl Upstream {
         #[cfg(target_os = "linux")]
         connector.set_tcp_user_timeout(Some(vanished));
         let connector = Counting::new(connector, tls, dials, timeouts.connect);
-        let client = Client::builder(Tracked(tasks))
-            .pool_timer(TokioTimer::new())
-            .timer(TokioTimer::new())
-            .pool_idle_timeout(timeouts.pool_idle)
-            .build(connector);
+        let mut builder = Client::builder(Tracked(tasks));
+        builder.pool_timer(TokioTimer::new()).timer(TokioTimer::new()).pool_idle_timeout(timeouts.pool_idle);
+        let client = builder.build(connector.clone());
+        let fresh = builder.pool_max_idle_per_host(0).build(connector);
         let mark = HeaderValue::try_from(format!("1.1 kvbaton-{}", Uuid::new_v4().simple()));
         let mark = mark.unwrap_or_else(|_| HeaderValue::from_static("1.1 kvbaton"));
-        Self { client, idle: timeouts.idle, held, mark }
+        Self { client, fresh, idle: timeouts.idle, held, mark }
     }
 
     /// Whether a request went through this router before.
@@ -149,6 +150,27 @@ impl Upstream {
         leg: Leg<'_>,
         head: Duration,
     ) -> Result<Response<Incoming>, UpstreamFailure> {
+        self.exchange(&self.client, leg, head).await
+    }
+
+    /// As [`Upstream::send`] on a connection of its own, for what a kept one has just lost.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) async fn send_anew(
+        &self,
+        leg: Leg<'_>,
+        head: Duration,
+    ) -> Result<Response<Incoming>, UpstreamFailure> {
+        self.exchange(&self.fresh, leg, head).await
+    }
+
+    async fn exchange(
+        &self,
+        client: &Client<Counting, Spliced>,
+        leg: Leg<'_>,
+        head: Duration,
+    ) -> Result<Response<Incoming>, UpstreamFailure> {
         let stage = leg.stage;
         let failure = |broken, progress| UpstreamFailure::new(stage, broken, progress);
         let uri = leg.peer.uri(leg.path).map_err(|_| failure(Broken::Protocol, Progress::NotSent))?;
@@ -160,7 +182,7 @@ impl Upstream {
         leg.peer.place(request.headers_mut());
         request.headers_mut().append(header::VIA, self.mark.clone());
         let sent = Instant::now();
-        match timeout(head, self.client.request(request)).await {
+        match timeout(head, client.request(request)).await {
             Ok(Ok(response)) => {
                 if let Some(uses) = response.extensions().get::<Uses>() {
                     uses.count();

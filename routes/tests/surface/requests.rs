@@ -46,7 +46,7 @@ async fn a_body_that_cannot_be_routed_is_refused_with_its_reason() {
 }
 
 #[tokio::test]
-async fn a_hand_off_is_refused_on_passed_through_endpoints_too() {
+async fn item_68_a_hand_off_is_refused_on_passed_through_endpoints_too() {
     let surface = Surface::new();
     let body = r#"{"model":"tiny","input":"hi","kv_transfer_params":{"do_remote_prefill":true}}"#;
     let answer = surface.ask(Ask::post("/v1/responses").json(body)).await;
@@ -165,8 +165,7 @@ async fn health_says_what_is_the_case() {
     assert_eq!((live.status.as_u16(), live.json()), (200, serde_json::json!({"status": "ok"})));
     let ready = surface.ask(Ask::get("/readyz").sent_from("10.0.0.9:1")).await;
     assert_eq!(ready.status, 503);
-    let counts =
-        serde_json::json!({"ready": false, "prefill_ready": 0, "decode_ready": 0, "draining": false});
+    let counts = serde_json::json!({"ready": false, "prefill_ready": 0, "decode_ready": 0, "draining": false, "store": {"kind": "memory", "up": true, "age_seconds": 0.0}});
     assert_eq!(ready.json(), counts);
     let metrics = surface.ask(Ask::get("/metrics").sent_from("10.0.0.9:1")).await;
     assert_eq!(metrics.status, 200);

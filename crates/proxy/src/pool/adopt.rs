@@ -51,6 +51,9 @@ impl Pool {
                 None => match new_peer(&next, place) {
                     Ok(peer) => {
                         let peer = Arc::new(self.watched(peer));
+                        if self.pairing.warm_up {
+                            peer.warmth.cool();
+                        }
                         next.push(Arc::clone(&peer));
                         adopted.came.push(peer);
                     }

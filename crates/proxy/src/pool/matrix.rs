@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use super::Snapshot;
 use super::pairing::{Identity, Verdict, judge};
 use super::peer::Peer;
-use crate::settings::UnknownPairs;
+use crate::settings::Pairing;
 
 /// A prefill and a decode peer by their places in memory; the matrix keeps both alive.
 pub(crate) type PairKey = (usize, usize);
@@ -45,6 +45,7 @@ struct Inputs {
     identity: Arc<Identity>,
     generation: Option<Generation>,
     models: u64,
+    tp_size: Option<u32>,
 }
 
 impl Inputs {
@@ -53,6 +54,7 @@ impl Inputs {
             identity: peer.identity.load_full(),
             generation: peer.generation(),
             models: peer.observed.read().models_changed,
+            tp_size: peer.observed.read().tp_size,
         }
     }
 
@@ -60,6 +62,7 @@ impl Inputs {
         Arc::ptr_eq(&self.identity, &other.identity)
             && self.generation == other.generation
             && self.models == other.models
+            && self.tp_size == other.tp_size
     }
 }
 
@@ -76,7 +79,7 @@ impl Matrix {
     pub(crate) fn of(
         peers: &Snapshot,
         before: &Self,
-        unknown: UnknownPairs,
+        rules: &Pairing,
         quarantined: &HashMap<PairKey, Instant>,
     ) -> Self {
         let mut matrix = Self::default();
@@ -89,12 +92,14 @@ impl Matrix {
                     .pairs
                     .get(&key)
                     .filter(|known| known.inputs[0].are(&of_prefill) && known.inputs[1].are(of_decode));
-                let verdict = known
-                    .map_or_else(|| Arc::new(judge(prefill, decode)), |known| Arc::clone(&known.verdict));
+                let verdict = known.map_or_else(
+                    || Arc::new(judge(prefill, decode, rules)),
+                    |known| Arc::clone(&known.verdict),
+                );
                 let by_operator = prefill.standing.is_quarantined() || decode.standing.is_quarantined();
                 let restarted = quarantined.get(&key).map(|until| Quarantine::Restarted { until: *until });
                 let quarantine = if by_operator { Some(Quarantine::Operator) } else { restarted };
-                let used = verdict.allows(unknown) && quarantine.is_none();
+                let used = verdict.allows(rules.unknown) && quarantine.is_none();
                 if used {
                     matrix.partners.entry(key.1).or_default().push(Arc::clone(prefill));
                 }

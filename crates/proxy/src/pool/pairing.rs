@@ -10,7 +10,7 @@ use serde::{Serialize, Serializer};
 
 use super::peer::Peer;
 use crate::registry::{EngineRecord, EngineState, RegistrySnapshot};
-use crate::settings::UnknownPairs;
+use crate::settings::{Pairing, UnknownPairs};
 
 /// The registered engines by their base URL, in the order of their data-parallel ranks.
 pub(crate) struct ByAddress<'a> {
@@ -104,6 +104,13 @@ pub enum Verdict {
     Unknown(Option<Unknown>),
     /// The handshake would fail.
     Misfit(Box<Misfit>),
+    /// The prefill engine has more tensor-parallel ranks, which the operator does not want.
+    MoreRanks {
+        /// The prefill engine's.
+        prefill: u32,
+        /// The decode engine's.
+        decode: u32,
+    },
 }
 
 impl Verdict {
@@ -114,6 +121,7 @@ impl Verdict {
             Self::Compatible => "compatible",
             Self::Unknown(_) => "unknown",
             Self::Misfit(misfit) => misfit.label(),
+            Self::MoreRanks { .. } => "prefill_tp_larger",
         }
     }
 
@@ -124,6 +132,9 @@ impl Verdict {
             Self::Compatible => None,
             Self::Unknown(unknown) => unknown.map(|unknown| unknown.to_string()),
             Self::Misfit(misfit) => Some(misfit.to_string()),
+            Self::MoreRanks { prefill, decode } => Some(format!(
+                "the prefill engine has {prefill} tensor-parallel ranks, the decode engine {decode}"
+            )),
         }
     }
 
@@ -132,7 +143,7 @@ impl Verdict {
         match self {
             Self::Compatible => true,
             Self::Unknown(_) => unknown == UnknownPairs::Allow,
-            Self::Misfit(_) => false,
+            Self::Misfit(_) | Self::MoreRanks { .. } => false,
         }
     }
 }
@@ -151,7 +162,7 @@ impl From<Misfit> for Verdict {
 
 /// Judges a pair: every engine of the one with every engine of the other, since any of them may
 /// meet.
-pub(crate) fn judge(prefill: &Peer, decode: &Peer) -> Verdict {
+pub(crate) fn judge(prefill: &Peer, decode: &Peer, rules: &Pairing) -> Verdict {
     if let Some(misfit) = without_a_common_model(prefill, decode) {
         return misfit.into();
     }
@@ -171,8 +182,26 @@ pub(crate) fn judge(prefill: &Peer, decode: &Peer) -> Verdict {
     {
         return Misfit::Generations { prefill: p, decode: d }.into();
     }
+    if rules.prefill_tp_at_most_decode
+        && let (Some(p), Some(d)) = (tp_size(prefill), tp_size(decode))
+        && p > d
+    {
+        return Verdict::MoreRanks { prefill: p, decode: d };
+    }
     let known = !p.engines.is_empty() && !d.engines.is_empty() && unknown.is_none();
     if known { Verdict::Compatible } else { Verdict::Unknown(unknown) }
+}
+
+/// The tensor-parallel size of a peer's engines: the largest that is registered, else the operator's word,
+/// else what its hand-offs told.
+fn tp_size(peer: &Peer) -> Option<u32> {
+    let identity = peer.identity.load();
+    let published = |engine: &Arc<EngineRecord>| {
+        let ranks = || engine.ranks.keys().map(|(_, tp_rank)| tp_rank.saturating_add(1)).max();
+        engine.traits.tp_size.or_else(ranks)
+    };
+    let registered = identity.engines.iter().filter_map(published).max();
+    registered.or(peer.spec.tp_size).or_else(|| peer.observed.read().tp_size)
 }
 
 /// Both legs name one model, so that peers whose lists have none in common never serve a request.

@@ -2,256 +2,34 @@
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use arc_swap::ArcSwap;
 use http::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use http::uri::{Authority, PathAndQuery, Scheme, Uri};
 use kv_connector::protocol::params::Generation;
-use kv_connector::transport::NixlVersion;
 use parking_lot::{Mutex, RwLock};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use serde_json::value::RawValue;
 use tokio::time::Instant;
 
 use super::breaker::{BreakerSettings, Ticket};
 use super::health::{Health, HealthView};
 use super::pairing::Identity;
+pub use super::spec::{Authorization, PeerSpec, PeerSpecError, Role, is_host};
 use super::standing::{Restarts, Standing};
-use crate::error::Stage;
 use crate::registry::{EngineState, canonical_base_url};
 use crate::request::Endpoint;
-use crate::side_channel::channels::{ChannelAddress, Channels, SideChannelView};
+use crate::side_channel::channels::{Channels, SideChannelView};
 use crate::upstream::X_DATA_PARALLEL_RANK;
+use crate::warm_up::Warmth;
 
 /// Most engine ids that are remembered of one peer: its data-parallel ranks, and some restarts.
 const MAX_ENGINE_IDS: usize = 256;
 
-/// Longest lease that makes sense; also keeps deadlines within what clocks can hold.
-const MAX_LEASE: Duration = Duration::from_secs(7 * 24 * 3600);
-
 /// Most engines that are remembered as met; far more than a fleet has at a time.
 const MAX_MET: usize = 4096;
-
-/// Most data-parallel ranks of one address.
-const MAX_RANKS: u32 = 1024;
-
-/// What a peer does in the fleet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Role {
-    /// Computes prompts and holds their KV blocks until they are read.
-    Prefill,
-    /// Pulls the blocks and generates.
-    Decode,
-}
-
-impl Role {
-    /// The leg that this role serves.
-    #[must_use]
-    pub const fn stage(self) -> Stage {
-        match self {
-            Self::Prefill => Stage::Prefill,
-            Self::Decode => Stage::Decode,
-        }
-    }
-}
-
-/// What becomes of the client's `Authorization` header on the way to a peer.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Authorization {
-    /// It passes unchanged.
-    #[default]
-    Forward,
-    /// It is replaced by `Bearer` and the peer's token.
-    Replace,
-    /// It is dropped.
-    None,
-}
-
-/// What the operator says of a peer.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct PeerSpec {
-    /// Its role; implied by the list it stands in when it comes from the settings.
-    pub role: Role,
-    /// Base URL, `http://host:port` or `https://host:port` with an optional path prefix.
-    pub url: String,
-    /// Name shown to operators and used as its id; made from role and position when absent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub name: Option<String>,
-    /// Connector generation; asked of the engine when absent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub generation: Option<Generation>,
-    /// Host at which decode engines reach this prefill engine's side channel, in place of the
-    /// one that it reports.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub kv_host: Option<String>,
-    /// Port of the side channel, in place of the one that it reports.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub kv_port: Option<u16>,
-    /// Where the router reads the engine's side channel, `host:port`; by its hand-offs when absent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub side_channel: Option<String>,
-    /// Tensor-parallel size of the engine, whose other ranks are read then too. A wrong one ends an
-    /// engine's side channel for good; hand-offs tell it as well.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub tp_size: Option<u32>,
-    /// Pipeline stages of the engine, as with `tp_size`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub pp_size: Option<u32>,
-    /// How many data-parallel engines there are behind the URL; each has the next port.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub dp_size: Option<u32>,
-    /// Whether this decode engine shakes hands over the router's side channels, where there are any;
-    /// when absent, unless it registers by itself.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub front: Option<bool>,
-    /// How long this prefill engine keeps an unread hand-off, as configured there.
-    #[serde(default, with = "humantime_serde::option", skip_serializing_if = "Option::is_none")]
-    pub lease: Option<Duration>,
-    /// Which data-parallel rank behind the URL this is; each rank is a peer of its own.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub dp_rank: Option<u32>,
-    /// Each of the `dp_size` ranks behind the URL is a peer of its own; for entries of the settings.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub dp_split: bool,
-    /// The endpoints on which the engine takes hand-offs; by its version when absent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub hand_offs: Option<Vec<Endpoint>>,
-    /// Whether the router notifies this prefill engine itself, over NIXL, of hand-offs that nobody
-    /// will read. Done only while the NIXL versions of both are known to fit.
-    #[serde(default)]
-    pub notify: bool,
-    /// The version of NIXL that it runs, such as `1.5.1`; it may also announce it itself.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub nixl_version: Option<String>,
-    /// What becomes of the client's `Authorization`.
-    #[serde(default)]
-    pub authorization: Authorization,
-    /// The token for `authorization = "replace"`; never shown.
-    #[serde(default, skip_serializing)]
-    pub token: Option<String>,
-}
-
-impl PeerSpec {
-    /// A peer about which only role and address are known.
-    #[must_use]
-    pub fn new(role: Role, url: impl Into<String>) -> Self {
-        Self {
-            role,
-            url: url.into(),
-            name: None,
-            generation: None,
-            kv_host: None,
-            kv_port: None,
-            side_channel: None,
-            tp_size: None,
-            pp_size: None,
-            dp_size: None,
-            front: None,
-            lease: None,
-            dp_rank: None,
-            dp_split: false,
-            hand_offs: None,
-            notify: false,
-            nixl_version: None,
-            authorization: Authorization::Forward,
-            token: None,
-        }
-    }
-
-    /// The peers that an entry of the settings stands for: one, or one for each rank.
-    #[must_use]
-    pub fn ranks(&self) -> Vec<Self> {
-        let (true, Some(size)) = (self.dp_split, self.dp_size) else { return vec![self.clone()] };
-        let of_rank = |rank: u32| Self {
-            dp_rank: Some(rank),
-            dp_split: false,
-            name: self.name.as_ref().map(|name| format!("{name}-{rank}")),
-            ..self.clone()
-        };
-        (0..size).map(of_rank).collect()
-    }
-
-    /// Whether a peer can be made of this.
-    ///
-    /// # Errors
-    /// Why not.
-    pub fn check(&self) -> Result<(), PeerSpecError> {
-        if let Some(name) = &self.name {
-            super::checked_name(name)?;
-        }
-        Peer::new(String::new(), self.clone()).map(|_| ())
-    }
-}
-
-/// Why a peer's description cannot be used.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum PeerSpecError {
-    /// The URL is not `http://host[:port][/prefix]`.
-    #[error("{url:?} is not a base URL of the form http://host:port")]
-    Url {
-        /// What was given.
-        url: String,
-    },
-    /// Engines are reached over HTTP and HTTPS only.
-    #[error("{url:?}: only http:// and https:// engines can be reached")]
-    Scheme {
-        /// What was given.
-        url: String,
-    },
-    /// `authorization = "replace"` without a usable token.
-    #[error("authorization \"replace\" needs a non-empty token that fits a header")]
-    Token,
-    /// The name is empty or holds characters that an id in a path cannot have.
-    #[error("{name:?} cannot be a peer's name: use letters, digits, '.', '_' and '-'")]
-    Name {
-        /// What was given.
-        name: String,
-    },
-    /// `kv_host` or `kv_port` is no address.
-    #[error("kv_host must be a host name or an IP address, and kv_port not 0")]
-    SideChannel,
-    /// `side_channel` is no address.
-    #[error("side_channel must be host:port")]
-    SideChannelAddress,
-    /// One of the sizes is out of range.
-    #[error("tp_size, pp_size and dp_size must be from 1 to 1024")]
-    Size,
-    /// `lease` is out of range.
-    #[error("lease must be more than 0 and at most 7 days")]
-    Lease,
-    /// The data-parallel rank is not one of so many, or there is nothing to split.
-    #[error("dp_rank must be below dp_size and below {MAX_RANKS}; dp_split needs dp_size and no dp_rank")]
-    Ranks,
-    /// Only prefill engines are notified.
-    #[error("notify is for prefill engines")]
-    Notify,
-    /// `nixl_version` is no version.
-    #[error("{version:?} is not a NIXL version such as 1.5.1")]
-    NixlVersion {
-        /// What was given.
-        version: String,
-    },
-    /// Another peer has this name or this role, URL and rank.
-    #[error("a peer with the same name or the same role, url and dp_rank exists: {id}")]
-    Exists {
-        /// The id of the other peer.
-        id: String,
-    },
-}
-
-/// Whether a text is a host name or an IP address.
-#[must_use]
-pub fn is_host(host: &str) -> bool {
-    let bare = host.trim_start_matches('[').trim_end_matches(']');
-    let name = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'-' | b'_');
-    bare.parse::<std::net::IpAddr>().is_ok()
-        || (!host.is_empty() && host.len() <= 253 && host.bytes().all(name))
-}
 
 /// What was learnt about a peer.
 #[derive(Clone, Debug, Default)]
@@ -265,6 +43,8 @@ pub(crate) struct Observed {
     /// How often the ids in it have changed.
     pub(crate) models_changed: u64,
     pub(crate) engine_ids: BTreeSet<String>,
+    /// Tensor-parallel size, as its last hand-off said.
+    pub(crate) tp_size: Option<u32>,
     pub(crate) last_error: Option<PeerFault>,
 }
 
@@ -317,7 +97,10 @@ pub(crate) struct Peer {
     pub(crate) address: Option<String>,
     in_flight: AtomicUsize,
     pub(crate) health: Health,
+    /// Whether a hand-off of it has named an address that only its own host can use.
+    private_address: AtomicBool,
     pub(crate) standing: Standing,
+    pub(crate) warmth: Warmth,
     probed: Mutex<Option<Instant>>,
     /// Prefill engines that this decode engine has read from; emptied when it may have restarted.
     met: RwLock<HashSet<String>>,
@@ -350,30 +133,7 @@ impl Peer {
             }
             Authorization::Forward | Authorization::None => None,
         };
-        if spec.kv_host.as_deref().is_some_and(|host| !is_host(host)) || spec.kv_port == Some(0) {
-            return Err(PeerSpecError::SideChannel);
-        }
-        if spec.side_channel.as_deref().is_some_and(|text| ChannelAddress::parse(text).is_none()) {
-            return Err(PeerSpecError::SideChannelAddress);
-        }
-        let sizes = [spec.tp_size, spec.pp_size, spec.dp_size];
-        if sizes.into_iter().flatten().any(|size| !(1..=1024).contains(&size)) {
-            return Err(PeerSpecError::Size);
-        }
-        if spec.lease.is_some_and(|lease| lease.is_zero() || lease > MAX_LEASE) {
-            return Err(PeerSpecError::Lease);
-        }
-        let size = spec.dp_size.unwrap_or(MAX_RANKS);
-        let unsplittable = spec.dp_split && (spec.dp_size.is_none() || spec.dp_rank.is_some());
-        if unsplittable || spec.dp_rank.is_some_and(|rank| rank >= size) {
-            return Err(PeerSpecError::Ranks);
-        }
-        if spec.notify && spec.role != Role::Prefill {
-            return Err(PeerSpecError::Notify);
-        }
-        if let Some(version) = spec.nixl_version.as_ref().filter(|text| NixlVersion::parse(text).is_none()) {
-            return Err(PeerSpecError::NixlVersion { version: version.clone() });
-        }
+        spec.check_details()?;
         let prefix = uri.path().trim_end_matches('/').to_owned();
         let observed = Observed { generation: spec.generation, ..Observed::default() };
         let channels = Channels::of(&spec);
@@ -387,7 +147,9 @@ impl Peer {
             replaced_authorization,
             in_flight: AtomicUsize::new(0),
             health: Health::new(BreakerSettings::default(), None),
+            private_address: AtomicBool::new(false),
             standing: Standing::default(),
+            warmth: Warmth::default(),
             probed: Mutex::default(),
             met: RwLock::default(),
             observed: RwLock::new(observed),
@@ -472,7 +234,7 @@ impl Peer {
 
     /// Whether it answers and may have new requests.
     pub(crate) fn is_open(&self) -> bool {
-        self.standing.is_open() && self.is_ready()
+        self.standing.is_open() && self.is_ready() && self.warmth.is_warm()
     }
 
     /// The connector generation: the operator's word, else the registry's, else by its version.
@@ -498,6 +260,20 @@ impl Peer {
             observed.engine_ids.clear();
         }
         observed.engine_ids.insert(engine_id.to_owned())
+    }
+
+    /// Remembers that a hand-off named such an address; whether it is the first one.
+    pub(crate) fn is_first_private_address(&self) -> bool {
+        !self.private_address.swap(true, Ordering::Relaxed)
+    }
+
+    /// Remembers the tensor-parallel size that a hand-off of this peer told; whether it is another one.
+    pub(crate) fn saw_tp_size(&self, tp_size: u32) -> bool {
+        if self.observed.read().tp_size == Some(tp_size) {
+            return false;
+        }
+        self.observed.write().tp_size = Some(tp_size);
+        true
     }
 
     /// Remembers that this decode engine has read from that prefill engine.

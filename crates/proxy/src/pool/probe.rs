@@ -18,6 +18,7 @@ use crate::request_id::RequestId;
 use crate::settings::Probe;
 use crate::splice::Spliced;
 use crate::upstream::{Leg, Upstream, own_headers};
+use crate::warm_up;
 
 /// Largest model list or version that a probe reads, in bytes.
 const PROBE_LIMIT: usize = 4 << 20;
@@ -71,13 +72,16 @@ pub(crate) fn probe_soon(core: &Arc<Core>, peer: Arc<Peer>) {
     tasks.spawn(async move {
         tokio::select! {
             () = core.stop.cancelled() => {}
-            shows_news = probe(&peer, &core.upstream, &core.settings.probe) => {
-                if shows_news {
-                    core.pool.relearn();
-                }
-            }
+            () = probe_and_warm_up(&core, &peer) => {}
         }
     });
+}
+
+async fn probe_and_warm_up(core: &Arc<Core>, peer: &Arc<Peer>) {
+    if probe(peer, &core.upstream, &core.settings.probe).await {
+        core.pool.relearn();
+    }
+    warm_up::after_probe(core, peer).await;
 }
 
 /// Probes one peer once and records what was seen; whether it shows itself as another one.
@@ -219,7 +223,7 @@ async fn get(
     path: &str,
 ) -> Result<(StatusCode, Bytes), UpstreamFailure> {
     let stage = peer.spec.role.stage();
-    let leg = Leg {
+    let leg = || Leg {
         stage,
         peer,
         method: Method::GET,
@@ -227,7 +231,10 @@ async fn get(
         headers: own_headers(&RequestId::accept(None)),
         body: Spliced::from(Bytes::new()),
     };
-    let response = upstream.send(leg, Duration::MAX).await?;
+    let response = match upstream.send(leg(), Duration::MAX).await {
+        Err(failure) if failure.stale => upstream.send_anew(leg(), Duration::MAX).await?,
+        sent => sent?,
+    };
     let status = response.status();
     let body = upstream.collect(stage, response.into_body(), PROBE_LIMIT).await?;
     Ok((status, body))

@@ -73,6 +73,8 @@ pub(crate) struct History {
     complete_after: u64,
     changes: VecDeque<Arc<RegistryChange>>,
     kept: usize,
+    /// What the next change is to be numbered at least.
+    floor: u64,
 }
 
 impl History {
@@ -81,7 +83,7 @@ impl History {
         // life, so that nobody resumes into another history unnoticed. Fits a JSON number.
         let start = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
         let revision = u64::try_from(start).unwrap_or_default().saturating_mul(1000);
-        Self { revision, complete_after: revision, changes: VecDeque::new(), kept }
+        Self { revision, complete_after: revision, changes: VecDeque::new(), kept, floor: 0 }
     }
 
     pub(crate) fn revision(&self) -> u64 {
@@ -90,8 +92,22 @@ impl History {
 
     /// The number of the next change.
     pub(crate) fn advance(&mut self) -> u64 {
-        self.revision += 1;
+        self.revision = (self.revision + 1).max(self.floor);
         self.revision
+    }
+
+    /// Numbers the next change at least so high: a shared store's numbers are the same everywhere.
+    #[cfg(feature = "etcd")]
+    pub(crate) fn number_from(&mut self, floor: u64) {
+        self.floor = floor;
+    }
+
+    /// Forgets all changes; what follows is numbered above `revision`. Never counts back, unless it
+    /// has not begun to count for a shared store.
+    #[cfg(feature = "etcd")]
+    pub(crate) fn restart(&mut self, revision: u64) {
+        self.changes.clear();
+        (self.revision, self.complete_after, self.floor) = (revision, revision, 0);
     }
 
     pub(crate) fn push(&mut self, change: RegistryChange) {

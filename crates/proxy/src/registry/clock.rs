@@ -45,6 +45,18 @@ pub(crate) struct ClockTrack {
     upper: Option<f64>,
     /// Answers are matched, since one of another router or of an earlier life proves nothing here.
     answers: VecDeque<f64>,
+    /// Bounds that another router proved, (lower, upper), likewise.
+    told: Option<(f64, f64)>,
+}
+
+/// An engine's clock as another router told it.
+#[cfg(feature = "etcd")]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct SharedReading {
+    /// Seconds on the engine's clock when it was told.
+    pub(crate) seconds: f64,
+    /// The true value is at most so far away, the routers' wall clocks included.
+    pub(crate) error: f64,
 }
 
 impl ClockTrack {
@@ -82,6 +94,7 @@ impl ClockTrack {
         };
         if self.crossed(merged_lower, merged_upper, received) {
             // The engine's clock jumped: only what this request says is about the new one.
+            self.told = None;
             self.lower = Some(lower);
             self.upper = upper.filter(|upper| !self.crossed(lower, Some(*upper), received));
         } else {
@@ -99,18 +112,45 @@ impl ClockTrack {
         upper.is_some_and(|upper| lower - DRIFT * now > upper + DRIFT * now + SLACK)
     }
 
+    /// Takes in what another router told `age` seconds ago by the wall clocks, less than 0 when they
+    /// differ, at `now` by this router's clock.
+    #[cfg(feature = "etcd")]
+    pub(crate) fn share(&mut self, told: SharedReading, age: f64, now: f64) {
+        let error = told.error + DRIFT * age.abs();
+        let offset = told.seconds + age - now;
+        let bounds = (offset - error + DRIFT * now, offset + error - DRIFT * now);
+        self.told = [bounds.0, bounds.1].iter().all(|bound| bound.is_finite()).then_some(bounds);
+    }
+
+    /// The engine's clock as far as it told this router, when the router's shows `now`.
+    #[cfg(feature = "etcd")]
+    pub(crate) fn own_reading(&self, now: f64) -> Option<ClockReading> {
+        reading(self.lower, self.upper, now)
+    }
+
     /// The engine's clock when the router's shows `now`; `None` when the engine never told it.
     pub(crate) fn reading(&self, now: f64) -> Option<ClockReading> {
-        let lower = self.lower? - DRIFT * now;
-        Some(match self.upper {
-            None => ClockReading { seconds: now + lower, error: None },
-            Some(upper) => {
-                let upper = upper + DRIFT * now;
-                let error = ((upper - lower) / 2.0).max(0.0) + SLACK;
-                ClockReading { seconds: now + f64::midpoint(lower, upper), error: Some(error) }
-            }
-        })
+        let Some((told_lower, told_upper)) = self.told else { return reading(self.lower, self.upper, now) };
+        let lower = self.lower.map_or(told_lower, |own| own.max(told_lower));
+        let upper = self.upper.map_or(told_upper, |own| own.min(told_upper));
+        // What the engine said itself is worth more than another router's word.
+        if self.lower.is_some() && self.crossed(lower, Some(upper), now) {
+            return reading(self.lower, self.upper, now);
+        }
+        reading(Some(lower), Some(upper), now)
     }
+}
+
+fn reading(lower: Option<f64>, upper: Option<f64>, now: f64) -> Option<ClockReading> {
+    let lower = lower? - DRIFT * now;
+    Some(match upper {
+        None => ClockReading { seconds: now + lower, error: None },
+        Some(upper) => {
+            let upper = upper + DRIFT * now;
+            let error = ((upper - lower) / 2.0).max(0.0) + SLACK;
+            ClockReading { seconds: now + f64::midpoint(lower, upper), error: Some(error) }
+        }
+    })
 }
 
 #[cfg(test)]

@@ -42,6 +42,27 @@ pub enum RegistryError {
         /// The id.
         engine_id: String,
     },
+    /// An engine that lives has the id, at another address.
+    #[error("another engine has the id `{engine_id}`")]
+    EngineIdTaken {
+        /// The id.
+        engine_id: String,
+    },
+    /// Another engine took the address while this one was registering.
+    #[error("the engine `{holder}` has taken the address just now")]
+    AddressTaken {
+        /// Whose it is now.
+        holder: String,
+    },
+    /// The store that routers share cannot be reached, so that no change can be made for all.
+    #[error("the store cannot be reached")]
+    StoreUnavailable,
+    /// The store took nothing because others kept changing the same engine.
+    #[error("others are changing the engine `{engine_id}`")]
+    Contended {
+        /// The id.
+        engine_id: String,
+    },
     /// The engine, or whoever is at its address, belongs to another credential.
     #[error("the engine `{engine_id}` belongs to another credential")]
     NotOwner {

@@ -49,6 +49,25 @@ pub(crate) struct Pulse {
     /// When a silent engine leaves.
     pub(crate) deadline: Option<Instant>,
     pub(crate) clock: ClockTrack,
+    /// Where the store has the engine, when it is one that several routers share.
+    #[cfg(feature = "etcd")]
+    pub(crate) stored: Option<super::shared::Stored>,
+}
+
+impl Pulse {
+    /// Whether it is this router that lets a silent engine leave. Where a store does, it must
+    /// leave everywhere at once, and nowhere while the store is away.
+    #[cfg(feature = "etcd")]
+    pub(crate) fn is_timed_here(&self) -> bool {
+        self.stored.is_none_or(|stored| stored.lost)
+    }
+
+    /// Whether it is this router that lets a silent engine leave.
+    #[cfg(not(feature = "etcd"))]
+    #[expect(clippy::unused_self, reason = "the other build asks the pulse")]
+    pub(crate) const fn is_timed_here(&self) -> bool {
+        true
+    }
 }
 
 /// One registered engine at one revision.
@@ -118,6 +137,13 @@ impl EngineRecord {
         self.ranks.values().map(|rank| rank.payload_bytes).sum()
     }
 
+    /// Whether it must be taken for another engine than one that registers under its id: it has a
+    /// lease, so it gave a sign of life of late, and does so at another address.
+    pub(crate) fn lives_elsewhere(&self, other: &Self) -> bool {
+        let addresses = (self.address(), other.address());
+        self.ttl.is_some() && matches!(addresses, (Some(here), Some(there)) if here != there)
+    }
+
     /// Whether this is another process than an earlier record's: another id, or other memory at the
     /// same rank.
     #[must_use]
@@ -133,7 +159,7 @@ impl EngineRecord {
     pub(crate) fn says_the_same(&self, other: &Self) -> bool {
         let same_ranks = self.ranks.len() == other.ranks.len()
             && self.ranks.iter().zip(&other.ranks).all(|((rank, view), (other_rank, other_view))| {
-                rank == other_rank && view.payload == other_view.payload
+                rank == other_rank && (Arc::ptr_eq(view, other_view) || view.payload == other_view.payload)
             });
         same_ranks
             && self.base_url == other.base_url

@@ -82,18 +82,7 @@ impl State {
         let engine_id = record.engine_id.clone();
         let address = record.address();
         let before = self.engines.get(&engine_id).cloned();
-        let displaced = address
-            .as_ref()
-            .and_then(|address| self.addresses.get(address))
-            .filter(|id| **id != engine_id)
-            .cloned();
-        let freed = [before.as_ref(), displaced.as_ref().and_then(|id| self.engines.get(id))];
-        let freed_bytes: usize = freed.iter().flatten().map(|gone| gone.payload_bytes()).sum();
-        let engines = self.engines.len() + 1 - freed.iter().flatten().count();
-        let total_bytes = self.total_bytes - freed_bytes + record.payload_bytes();
-        if engines > limits.engines || total_bytes > limits.total_bytes || record.ranks.len() > limits.ranks {
-            return Err(RegistryError::Full);
-        }
+        let displaced = self.room_for(&record, limits)?;
         if let Some(displaced) = displaced {
             self.retire(&displaced, ChangeKind::Replaced, Some(engine_id.clone()));
             if self.replaced.len() >= limits.engines {
@@ -128,6 +117,32 @@ impl State {
         let record = Arc::new(record);
         self.engines.insert(engine_id, Arc::clone(&record));
         Ok(record)
+    }
+
+    /// Whether a record can be put; who has to leave for it.
+    ///
+    /// # Errors
+    /// There is no room.
+    pub(crate) fn room_for(
+        &self,
+        record: &EngineRecord,
+        limits: &RegistryLimits,
+    ) -> Result<Option<String>, RegistryError> {
+        let displaced = self.holder(record).filter(|id| **id != record.engine_id).cloned();
+        let before = self.engines.get(&record.engine_id);
+        let freed = [before, displaced.as_ref().and_then(|id| self.engines.get(id))];
+        let freed_bytes: usize = freed.iter().flatten().map(|gone| gone.payload_bytes()).sum();
+        let engines = self.engines.len() + 1 - freed.iter().flatten().count();
+        let total_bytes = self.total_bytes - freed_bytes + record.payload_bytes();
+        if engines > limits.engines || total_bytes > limits.total_bytes || record.ranks.len() > limits.ranks {
+            return Err(RegistryError::Full);
+        }
+        Ok(displaced)
+    }
+
+    /// Who is at a record's address.
+    pub(crate) fn holder(&self, record: &EngineRecord) -> Option<&String> {
+        self.addresses.get(&record.address()?)
     }
 
     /// Lets an engine leave; whether it was there.

@@ -33,8 +33,9 @@ pub(super) enum Field {
     Background,
     PreviousResponseId,
     Tools,
-    /// Where the other endpoints have their prompt.
-    Text,
+    /// What becomes the prompt in the dialects other than completions.
+    Conversation,
+    /// How urgent it is.
     Priority,
     /// A container whose contents engines or SDKs merge into the request; the name is the field's.
     Extra(&'static str),
@@ -88,7 +89,7 @@ impl Field {
             b"background" => Self::Background,
             b"previous_response_id" => Self::PreviousResponseId,
             b"tools" => Self::Tools,
-            b"messages" | b"input" | b"instructions" | b"system" => Self::Text,
+            b"messages" | b"input" | b"instructions" | b"system" | b"documents" => Self::Conversation,
             b"priority" => Self::Priority,
             b"extra_body" => Self::Extra("extra_body"),
             b"vllm_xargs" => Self::Extra("vllm_xargs"),
@@ -96,6 +97,13 @@ impl Field {
             b"sampling_params" => Self::Extra("sampling_params"),
             _ => return None,
         })
+    }
+}
+
+impl Field {
+    /// Whether the engines make a part of the prompt of it.
+    pub(super) fn is_prompt(self) -> bool {
+        matches!(self, Self::Prompt | Self::PromptEmbeds | Self::Conversation | Self::Tools)
     }
 }
 

@@ -18,6 +18,8 @@ pub(super) struct Seen {
     pub(super) size: Size,
     /// The prompt if it is one text.
     pub(super) text: Option<Span>,
+    /// Bytes of all values that become the prompt.
+    pub(super) prompt_bytes: usize,
     refused: Option<BypassReason>,
     prompt: bool,
     embeds: bool,
@@ -34,6 +36,9 @@ impl Seen {
     pub(super) fn note(&mut self, endpoint: Endpoint, field: Field, member: &Member<'_>) {
         let given = member.kind() != Kind::Null;
         self.measure(field, member);
+        if given && field.is_prompt() {
+            self.prompt_bytes = self.prompt_bytes.saturating_add(member.value().len());
+        }
         match field {
             Field::Model => self.model = Some(member.string().map(|model| model.into_owned().into())),
             Field::Stream => self.stream = lax_bool(member) == Some(true),
@@ -51,17 +56,13 @@ impl Seen {
         }
     }
 
-    /// Of limits and prompts that stand there twice, the larger counts: another engine may read the other.
+    /// Of limits that stand there twice the larger counts: another engine may read the other.
     fn measure(&mut self, field: Field, member: &Member<'_>) {
         let name = match field {
             Field::MaxTokens => "max_tokens",
             Field::MaxCompletionTokens => "max_completion_tokens",
             Field::MaxOutputTokens => "max_output_tokens",
             Field::Priority => return self.size.priority = whole(member),
-            Field::Prompt | Field::PromptEmbeds | Field::Tools | Field::Text => {
-                self.size.prompt_bytes += member.raw_value().len();
-                return;
-            }
             _ => return,
         };
         let asked = whole(member).and_then(|asked| u64::try_from(asked).ok());

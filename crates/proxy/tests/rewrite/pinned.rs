@@ -11,7 +11,7 @@ fn hand_off(answer: &'static str) -> Option<Bytes> {
 }
 
 #[test]
-fn without_a_prefill_leg_the_body_passes_byte_for_byte() {
+fn item_8_without_a_prefill_leg_the_body_passes_byte_for_byte() {
     let given = "{ \"model\" : \"m\",\n\"max_tokens\":1e2, \"stop\":[\"a\"]\n}\n";
     for endpoint in BOTH {
         assert_eq!(text(parse(endpoint, given).unwrap().decode_body(None)), given);
@@ -19,7 +19,7 @@ fn without_a_prefill_leg_the_body_passes_byte_for_byte() {
 }
 
 #[test]
-fn min_tokens_and_stream_options_change_on_the_prefill_leg_only() {
+fn item_8_min_tokens_and_stream_options_change_on_the_prefill_leg_only() {
     let given = r#"{"model":"m","max_tokens":9,"min_tokens":5,"stream":true,"stream_options":{"include_usage":true}}"#;
     for endpoint in BOTH {
         assert_eq!(prefill(endpoint, given), r#"{"model":"m","max_tokens":1,"stream":false}"#);
@@ -28,7 +28,7 @@ fn min_tokens_and_stream_options_change_on_the_prefill_leg_only() {
 }
 
 #[test]
-fn unknown_fields_and_tools_survive_on_both_legs() {
+fn item_8_unknown_fields_and_tools_survive_on_both_legs() {
     let given = r#"{"model":"m","tools":[{"type":"function","function":{"name":"f","parameters":{"max_tokens":{"n":2},"stop":1}}}],"chat_template_kwargs":{"enable_thinking":false},"x":{"z":1},"max_tokens":1,"return_token_ids":true}"#;
     for endpoint in BOTH {
         assert_eq!(prefill(endpoint, given), given);
@@ -37,7 +37,7 @@ fn unknown_fields_and_tools_survive_on_both_legs() {
 }
 
 #[test]
-fn several_choices_never_share_a_hand_off() {
+fn item_8_several_choices_never_share_a_hand_off() {
     for endpoint in BOTH {
         let request = parse(endpoint, r#"{"model":"m","n":2}"#).unwrap();
         assert_eq!(request.bypass(), Some(BypassReason::N));
@@ -47,7 +47,7 @@ fn several_choices_never_share_a_hand_off() {
 }
 
 #[test]
-fn a_missing_or_null_hand_off_is_none() {
+fn item_8_a_missing_or_null_hand_off_is_none() {
     assert_eq!(hand_off(r#"{"usage":{"completion_tokens":1}}"#), None);
     assert_eq!(hand_off(r#"{"kv_transfer_params":null}"#), None);
     assert_eq!(hand_off(r#"{"kv_transfer_params":{"a":1},"kv_transfer_params":null}"#), None);
@@ -55,13 +55,13 @@ fn a_missing_or_null_hand_off_is_none() {
 }
 
 #[test]
-fn a_hand_off_of_another_type_is_shown_as_it_is() {
+fn item_8_a_hand_off_of_another_type_is_shown_as_it_is() {
     assert_eq!(hand_off(r#"{"kv_transfer_params":[1]}"#).unwrap(), "[1]");
     assert_eq!(hand_off(r#"{"kv_transfer_params":"s"}"#).unwrap(), "\"s\"");
 }
 
 #[test]
-fn blocks_and_unknown_fields_reach_the_decode_leg_intact() {
+fn item_8_blocks_and_unknown_fields_reach_the_decode_leg_intact() {
     for raw in [
         r#"{"remote_block_ids":[[1,2],[3]],"remote_port":5600}"#,
         r#"{"remote_block_ids":[[]],"new":{"deep":[1.0e3,"\u00e9"]} }"#,
@@ -77,7 +77,7 @@ fn blocks_and_unknown_fields_reach_the_decode_leg_intact() {
 }
 
 #[test]
-fn garbage_under_a_200_is_a_defect() {
+fn item_8_garbage_under_a_200_is_a_defect() {
     for garbage in
         ["", "<html>", "[1]", r#"{"kv_transfer_params":{"a":1}"#, r#"{"usage":{"completion_tokens":1,}}"#]
     {

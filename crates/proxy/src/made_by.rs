@@ -1,0 +1,42 @@
+//! Which peers made an answer, told to clients where the operator wants that. Names only, never a URL.
+
+use http::Response;
+use http::header::{HeaderMap, HeaderName, HeaderValue};
+
+use crate::pool::peer::Peer;
+use crate::settings::Settings;
+use std::sync::Arc;
+
+const X_PD_PREFILL: HeaderName = HeaderName::from_static("x-pd-prefill");
+const X_PD_DECODE: HeaderName = HeaderName::from_static("x-pd-decode");
+
+/// The peers of one answer; nothing where they are not shown.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct MadeBy {
+    prefill: Option<HeaderValue>,
+    decode: Option<HeaderValue>,
+}
+
+impl MadeBy {
+    /// `prefill` is absent where the decode engine computed the prompt itself.
+    pub(crate) fn of(settings: &Settings, prefill: Option<&Arc<Peer>>, decode: &Peer) -> Self {
+        if !settings.hand_off.show_peers {
+            return Self::default();
+        }
+        // An id is fit for a path, and so for a header.
+        let name = |peer: &Peer| HeaderValue::from_str(&peer.id).ok();
+        Self { prefill: prefill.and_then(|peer| name(peer)), decode: name(decode) }
+    }
+
+    pub(crate) fn shown_in<B>(self, mut response: Response<B>) -> Response<B> {
+        put(response.headers_mut(), X_PD_PREFILL, self.prefill);
+        put(response.headers_mut(), X_PD_DECODE, self.decode);
+        response
+    }
+}
+
+fn put(headers: &mut HeaderMap, name: HeaderName, value: Option<HeaderValue>) {
+    if let Some(value) = value {
+        headers.insert(name, value);
+    }
+}

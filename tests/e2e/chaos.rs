@@ -1,0 +1,148 @@
+//! The invariant under everything at once: clients that leave at any moment and engines that die, stall,
+//! reset and answer badly. Whoever stays gets the right answer or one clear error, and nothing is held.
+//! `KVBATON_CHAOS_REQUESTS` makes it longer, `KVBATON_CHAOS_SEED` another one.
+
+mod client;
+mod dice;
+mod weather;
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use engine_sim::{EngineConfig, Generation};
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
+use serde_json::json;
+
+use crate::support::{COMPLETIONS, Cluster, PROMPT, SOON, completion};
+use client::{Client, Fate, Truth};
+use dice::Dice;
+use weather::Weather;
+
+/// Requests of one test; the two make 10,000.
+const REQUESTS: u64 = 5_000;
+const AT_ONCE: usize = 48;
+/// Requests between two events.
+const CALM: u64 = 12;
+/// Far longer than the test, so that no lease frees what the router does not.
+const LEASE: Duration = Duration::from_secs(480);
+
+fn number(name: &str, default: u64) -> u64 {
+    std::env::var(name).ok().map_or(default, |text| text.parse().unwrap())
+}
+
+async fn cluster(generation: Generation) -> Cluster {
+    let engine = move |config: &mut EngineConfig| {
+        config.generation = generation;
+        config.lease = LEASE;
+        config.prefill_time_per_token = Duration::from_micros(20);
+        config.decode_time_per_token = Duration::from_micros(500);
+        config.request_log = 0;
+        // An idle engine of version 2 would not look at its notifications before its next request.
+        config.idle_trap = generation == Generation::V14;
+        config.keep_alive = Duration::from_secs(2);
+    };
+    let builder = Cluster::builder().prefill(2).decode(2).engine(engine).config(|config| {
+        config.hand_off.lease = LEASE;
+        config.hand_off.lease_v2 = LEASE;
+        config.hand_off.abandon_grace = Duration::from_secs(4);
+        config.timeouts.prefill = Duration::from_secs(4);
+        config.timeouts.decode_head = Duration::from_secs(4);
+        config.timeouts.idle = Duration::from_secs(4);
+        config.timeouts.pool_idle = Duration::from_secs(1);
+        config.probe.timeout = Duration::from_secs(2);
+    });
+    builder.start().await
+}
+
+async fn storm(generation: Generation) {
+    let requests = number("KVBATON_CHAOS_REQUESTS", REQUESTS);
+    let seed = number("KVBATON_CHAOS_SEED", 6);
+    let truth = Truth::learn(generation).await;
+    let mut cluster = cluster(generation).await;
+    let mut weather = Weather::new(seed);
+    let (mut fates, mut wronged) = (BTreeMap::<String, u64>::new(), Vec::new());
+    let (mut running, mut sent) = (FuturesUnordered::new(), 0);
+    while sent < requests || !running.is_empty() {
+        if sent < requests && running.len() < AT_ONCE {
+            if sent % CALM == CALM - 1 {
+                weather.turn(&mut cluster).await;
+            }
+            running.push(Client::draw(&mut Dice::new(seed, sent), &truth).run(cluster.addr));
+            sent += 1;
+            continue;
+        }
+        tokio::select! {
+            Some(fate) = running.next() => {
+                let kind = match fate {
+                    Fate::Left => "left".to_owned(),
+                    Fate::Right => "right".to_owned(),
+                    Fate::Told(told) => format!("told {told}"),
+                    Fate::Wronged(how) => { wronged.push(how); "wronged".to_owned() }
+                };
+                *fates.entry(kind).or_default() += 1;
+            }
+            () = weather.due() => weather.pass(&mut cluster).await,
+        }
+    }
+    weather.calm(&mut cluster).await;
+    let log = cluster.log();
+    let deaths: Vec<&str> = log.lines().filter(|line| line.contains("engine core died")).collect();
+    assert!(deaths.is_empty(), "seed {seed}: engines died of what they were sent: {deaths:#?}");
+    let story = format!("seed {seed}, {requests} requests, {} deaths: {fates:#?}", weather.kills);
+    assert!(wronged.is_empty(), "{story}\n{wronged:#?}");
+    assert_eq!(fates.values().sum::<u64>(), requests, "{story}");
+    assert!(fates["right"] * 5 > requests && fates["left"] * 5 > requests, "{story}");
+    nothing_is_left(cluster, &story).await;
+}
+
+async fn nothing_is_left(cluster: Cluster, story: &str) {
+    let ended = Instant::now();
+    let held = || {
+        let engines = cluster.prefill.iter().chain(&cluster.decode);
+        engines.map(|engine| engine.stats()).filter(|stats| stats.blocks_held > 0).collect::<Vec<_>>()
+    };
+    // Two seconds, on a machine that has nothing else to do.
+    while !held().is_empty() {
+        let hand_offs = cluster.get("/admin/handoffs").await.text();
+        assert!(ended.elapsed() < SOON, "{story}\nblocks are held: {:#?}\n{hand_offs}", held());
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let freed = ended.elapsed();
+    cluster.wait_idle().await;
+    for engine in cluster.prefill.iter().chain(&cluster.decode) {
+        let stats = engine.stats();
+        let kept = (stats.dead, stats.leases, stats.running, stats.waiting, stats.kv_expired);
+        assert_eq!(kept, (false, 0, 0, 0, 0), "{story}");
+    }
+    for way in ["relayed", "released"] {
+        assert!(cluster.metric("kvbaton_handoffs_total", &[("result", way)]).await > 0.0, "{story}");
+    }
+    assert_eq!(cluster.metric("kvbaton_handoffs_live", &[]).await, 0.0, "{story}");
+    assert_eq!(cluster.metric("kvbaton_handoffs_total", &[("result", "expired")]).await, 0.0, "{story}");
+    assert!(!cluster.log_has("ERROR kvbaton"), "{story}");
+    cluster.wait_ready().await;
+    cluster.wait_registered().await;
+    assert_eq!(cluster.post(COMPLETIONS, &completion(PROMPT, 4)).await.status, 200, "{story}");
+    assert_eq!(cluster.get("/admin/handoffs").await.json(), json!({"handoffs": []}), "{story}");
+    if std::env::var_os("KVBATON_CHAOS_STORY").is_some() {
+        let page = cluster.get("/metrics").await.text();
+        let told = page
+            .lines()
+            .filter(|line| ["releases", "abandoned", "handoffs"].iter().any(|word| line.contains(word)));
+        let told: Vec<&str> = told.filter(|line| !line.starts_with('#')).collect();
+        panic!("{story}\nfree after {freed:?}\n{told:#?}");
+    }
+    // Every task of the router ends with it, which this waits for.
+    cluster.finish_whatever_was_warned().await;
+}
+
+#[tokio::test]
+async fn whatever_happens_nothing_is_held_and_nobody_is_wronged() {
+    storm(Generation::V14).await;
+}
+
+#[tokio::test]
+async fn whatever_happens_nothing_is_held_and_nobody_is_wronged_in_v2() {
+    storm(Generation::V2).await;
+}
