@@ -19,6 +19,7 @@ use faces::{Class, Face, no_room, proxy_face};
 use operators::{peer_spec_face, registry_face};
 
 use crate::access::NotLocal;
+use crate::reload::NotReloaded;
 
 /// Why a request got an error from the router.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -80,6 +81,10 @@ pub(crate) enum RouteError {
     Loop,
     #[error("the request's length or host is ambiguous")]
     Ambiguous,
+    #[error("the settings of this program come from no place that could be read again")]
+    NotReloadable,
+    #[error(transparent)]
+    NotReloaded(#[from] NotReloaded),
     #[error(transparent)]
     Proxy(#[from] ProxyError),
     #[error(transparent)]
@@ -187,6 +192,8 @@ impl RouteError {
             }
             Self::Loop => Face::new(StatusCode::LOOP_DETECTED, Class::Upstream, "loop_detected"),
             Self::Ambiguous => Face::invalid("ambiguous_request"),
+            Self::NotReloadable => Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "not_reloadable"),
+            Self::NotReloaded(_) => Face::invalid("invalid_settings"),
             Self::Proxy(error) => proxy_face(error),
             Self::Registry(error) => registry_face(error),
             Self::PeerSpec(error) => peer_spec_face(error),

@@ -13,6 +13,7 @@ mod held;
 mod keep_alive;
 mod openai;
 mod registry;
+mod reload;
 mod unread;
 
 use std::time::Duration;
@@ -26,6 +27,7 @@ use kvbaton_proxy::{Endpoint, Proxy};
 
 pub use access::{Access, CertificateNames, Credential, Duty, NotLocal, Rules, SecretDigest, SecretError};
 pub use cors::{Cors, NotAnOrigin, Origins};
+pub use reload::{NotReloaded, Reload, Reloaded, SharedLimits};
 
 use crate::access::Gate;
 use crate::error::RouteError;
@@ -41,7 +43,9 @@ pub struct State {
     /// Which pages of other origins may call the inference endpoints.
     pub cors: Cors,
     /// Bounds on what is read from clients.
-    pub limits: Limits,
+    pub limits: SharedLimits,
+    /// Reading the settings again.
+    pub reload: Reload,
 }
 
 /// Bounds on what is read from clients.
@@ -187,6 +191,7 @@ pub const ENDPOINTS: &[EndpointDoc] = &[
     EndpointDoc::guarded(Method::POST, "/admin/peers/{id}/resume", || post(admin::resume_peer)),
     EndpointDoc::guarded(Method::GET, "/admin/compatibility", || get(admin::compatibility)),
     EndpointDoc::guarded(Method::GET, "/admin/handoffs", || get(admin::hand_offs)),
+    EndpointDoc::guarded(Method::POST, "/admin/reload", || post(reload::reload)),
     // Health.
     EndpointDoc::open(Method::GET, "/livez", || get(health::live)),
     EndpointDoc::open(Method::GET, "/readyz", || get(health::ready)),
@@ -243,7 +248,7 @@ pub fn app(state: State, mounts: Mounts) -> Router {
         .layer(from_fn_with_state(state.cors.clone(), cors::share))
         // Around the whole router: any handler, and both fallbacks, may leave a body unread. Twice
         // the limit, so that a body somewhat over it does not cost its sender the connection.
-        .layer(from_fn_with_state(state.limits.body_bytes.saturating_mul(2), unread::discard_unread))
+        .layer(from_fn_with_state(state.limits.clone(), unread::discard_unread))
         .layer(from_fn(framing::refuse_ambiguous))
         // Outermost: no answer may leave without the request's id.
         .layer(from_fn(extract::identify))

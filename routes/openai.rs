@@ -38,7 +38,7 @@ async fn answer(
     let proxy = state.proxy;
     let body = read_held_body(&exchange.headers, body, state.limits.body_bound(), proxy.held()).await?;
     let order = proxy.read(endpoint, &exchange, body)?;
-    let (interval, account) = (state.limits.keep_alive, exchange.account.clone());
+    let (interval, account) = (state.limits.now().keep_alive, exchange.account.clone());
     let waits = order.wants_stream() && !interval.is_zero();
     let served = async move {
         let answer = proxy.serve(order, exchange).await?;

@@ -17,13 +17,20 @@ use http_body::{Frame, SizeHint};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, Sleep, sleep};
 
+use crate::reload::SharedLimits;
+
 /// How long the discarding waits for the client's next bytes.
 const SILENCE: Duration = Duration::from_millis(500);
 /// How long the discarding may take in all.
 const TOTAL: Duration = Duration::from_secs(10);
 
-/// Answers at once and discards up to `at_most` bytes that the handler left unread.
-pub(crate) async fn discard_unread(State(at_most): State<usize>, request: Request, next: Next) -> Response {
+/// Answers at once and discards up to twice the largest body that the handler left unread.
+pub(crate) async fn discard_unread(
+    State(limits): State<SharedLimits>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let at_most = limits.now().body_bytes.saturating_mul(2);
     // HTTP/2 resets one stream without harm to the others: nothing to do there.
     if request.version() > Version::HTTP_11 || request.body().is_end_stream() {
         return next.run(request).await;

@@ -5,6 +5,7 @@ pub mod cli;
 pub mod config;
 mod fleet;
 mod listeners;
+mod reload;
 mod secrets;
 mod server;
 pub mod shutdown;
@@ -17,14 +18,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbaton_proxy::{PeerSpec, PeerSpecError, Proxy, Role};
-use kvbaton_routes::{Cors, Origins, State};
+use kvbaton_routes::{Cors, NotReloaded, Origins, Reloaded, SharedLimits, State};
 use tokio::net::TcpListener;
+use tokio::sync::Mutex;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use config::{Config, ConfigFaults};
 pub use fleet::EmbeddedEngine;
 use listeners::Listeners;
+use reload::Reloader;
 use secrets::SecretStore;
 pub use secrets::SecretsError;
 pub use tls::{TlsError, TlsFault};
@@ -63,6 +66,7 @@ pub struct App {
     listeners: Listeners,
     secrets: SecretStore,
     embedded_token: String,
+    source: Option<reload::Source>,
 }
 
 impl Config {
@@ -86,7 +90,7 @@ impl Config {
         let embedded_token = secrets::random_secret();
         let embedded = self.embeds_fleet().then(|| fleet::credential(&embedded_token)).transpose()?;
         let secrets = SecretStore::load(&self, embedded, listeners.tls())?;
-        Ok(App { config: self, listeners, secrets, embedded_token })
+        Ok(App { config: self, listeners, secrets, embedded_token, source: None })
     }
 }
 
@@ -97,17 +101,36 @@ impl App {
         self.listeners.public.addr
     }
 
+    /// Says where the settings can be read again; without this they stay as they are.
+    #[must_use]
+    pub fn reload_from(
+        mut self,
+        source: impl Fn() -> Result<Config, ConfigFaults> + Send + Sync + 'static,
+    ) -> Self {
+        self.source = Some(Box::new(source));
+        self
+    }
+
     /// Starts serving, and the embedded fleet if the settings ask for one.
     ///
     /// # Errors
     /// An engine of the settings cannot be used, or an embedded one did not start.
     pub async fn spawn(self) -> Result<Running, StartError> {
-        let Self { config, listeners, secrets, embedded_token } = self;
+        let Self { config, listeners, secrets, embedded_token, source } = self;
         let secrets = Arc::new(secrets);
         let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
         let mut core = config.core();
         core.engine_tls = secrets.engine_tls();
         let proxy = Proxy::start(core, tasks.clone(), stop.clone());
+        let limits = SharedLimits::from(limits(&config, &config));
+        let reloader = Arc::new(Reloader {
+            source,
+            proxy: proxy.clone(),
+            secrets: Arc::clone(&secrets),
+            limits: limits.clone(),
+            started: config.clone(),
+            now: Mutex::new(config.clone()),
+        });
         let state = State {
             proxy: proxy.clone(),
             access: secrets.access(),
@@ -116,12 +139,8 @@ impl App {
                 origins: Origins::new(&config.cors.origins).unwrap_or_default(),
                 max_age: config.cors.max_age,
             },
-            limits: kvbaton_routes::Limits {
-                body_bytes: config.limits.body_bytes,
-                payload_bytes: config.limits.payload_bytes,
-                body_silence: config.timeouts.client_body,
-                keep_alive: config.stream.keep_alive,
-            },
+            limits,
+            reload: reloader.endpoint(),
         };
         let addrs = listeners.addrs();
         let servers = listeners.serve(&state, &config.connections, config.stream.half_close, &tasks);
@@ -140,7 +159,17 @@ impl App {
         for engine in &engines {
             proxy.add_peer(PeerSpec::new(engine.role, engine.engine.url()))?;
         }
-        Ok(Running { addrs, engines, proxy, config, servers, secrets, tasks, stop })
+        Ok(Running { addrs, engines, proxy, config, servers, secrets, reloader, tasks, stop })
+    }
+}
+
+/// The surface's bounds; the registry keeps the payload size that it started with.
+fn limits(config: &Config, started: &Config) -> kvbaton_routes::Limits {
+    kvbaton_routes::Limits {
+        body_bytes: config.limits.body_bytes,
+        payload_bytes: started.limits.payload_bytes,
+        body_silence: config.timeouts.client_body,
+        keep_alive: config.stream.keep_alive,
     }
 }
 
@@ -152,6 +181,7 @@ pub struct Running {
     config: Config,
     servers: Vec<server::Server>,
     secrets: Arc<SecretStore>,
+    reloader: Arc<Reloader>,
     tasks: TaskTracker,
     stop: CancellationToken,
 }
@@ -196,6 +226,14 @@ impl Running {
         self.secrets.refresh().await
     }
 
+    /// Reads the settings again and takes over what can change now.
+    ///
+    /// # Errors
+    /// Every fault; everything stays as it was then.
+    pub async fn reload(&self) -> Result<Reloaded, NotReloaded> {
+        self.reloader.reload().await
+    }
+
     /// The embedded engines, if there are any.
     #[must_use]
     pub fn engines(&self) -> &[EmbeddedEngine] {
@@ -233,7 +271,9 @@ impl Running {
     /// Leaves in order: not ready, settle, no new connections, finish what runs. Returns whether
     /// everything ended within the limit.
     pub async fn drain(self) -> bool {
-        let Self { engines, proxy, config, servers, tasks, stop, .. } = self;
+        let Self { engines, proxy, servers, reloader, tasks, stop, .. } = self;
+        let config = reloader.now.lock().await.clone();
+        drop(reloader);
         let deadline = tokio::time::Instant::now() + config.shutdown.limit;
         proxy.drain();
         tokio::time::sleep(config.shutdown.settle).await;

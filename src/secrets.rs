@@ -7,11 +7,12 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use arc_swap::ArcSwap;
 use kvbaton_proxy::ModelScope;
 use kvbaton_routes::{Access, Credential, Duty, Rules, SecretDigest, SecretError};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, Notify};
 
 use crate::config::{
     Config, ConfigFault, ConfigFaults, CredentialRole, Key, Source, check_key, secret_files,
@@ -71,13 +72,15 @@ pub enum SecretsError {
 
 /// Everything that is made of secrets, and the files to look at.
 pub(crate) struct SecretStore {
-    config: Config,
+    config: ArcSwap<Config>,
     /// The embedded engines' own, which is in no file.
     embedded: Option<Credential>,
     access: Access,
     listeners: Vec<Arc<ServerTls>>,
     engine_tls: kvbaton_proxy::EngineTls,
     seen: Mutex<[u8; 32]>,
+    /// The settings are others.
+    changed: Notify,
 }
 
 impl SecretStore {
@@ -94,8 +97,16 @@ impl SecretStore {
         let access = Access::new(rules(config, embedded.as_ref())?);
         let engine_tls =
             engine_config(&config.engine_tls)?.map(kvbaton_proxy::EngineTls::new).unwrap_or_default();
-        let config = config.clone();
-        Ok(Self { config, embedded, access, listeners, engine_tls, seen: Mutex::new(seen) })
+        let config = ArcSwap::from_pointee(config.clone());
+        Ok(Self {
+            config,
+            embedded,
+            access,
+            listeners,
+            engine_tls,
+            seen: Mutex::new(seen),
+            changed: Notify::new(),
+        })
     }
 
     pub(crate) fn access(&self) -> Access {
@@ -112,14 +123,15 @@ impl SecretStore {
     /// What cannot be used; then everything stays as it was, and is tried again after the next change.
     pub(crate) async fn refresh(&self) -> Result<bool, SecretsError> {
         let mut seen = self.seen.lock().await;
-        let now = fingerprint(&self.config);
+        let config = self.config.load();
+        let now = fingerprint(&config);
         if *seen == now {
             return Ok(false);
         }
         *seen = now;
         // All that can fail comes first, so that nothing is exchanged by halves.
-        let rules = rules(&self.config, self.embedded.as_ref())?;
-        let engine_tls = engine_config(&self.config.engine_tls)?;
+        let rules = rules(&config, self.embedded.as_ref())?;
+        let engine_tls = engine_config(&config.engine_tls)?;
         let fresh = self.listeners.iter().map(|listener| listener.read_again());
         let fresh: Vec<_> = fresh.collect::<Result<_, _>>()?;
         fresh.into_iter().for_each(crate::tls::Fresh::apply);
@@ -130,14 +142,40 @@ impl SecretStore {
         Ok(true)
     }
 
+    /// Takes over other keys, credentials and tokens, with what their files hold now, once `apply` has
+    /// done the rest.
+    ///
+    /// # Errors
+    /// What cannot be used, or what `apply` says; then everything stays as it was.
+    pub(crate) async fn exchange<T, E: From<SecretsError>>(
+        &self,
+        config: Config,
+        apply: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        // What the files held is left as it was seen, so that the next look takes over what changed in them.
+        let seen = self.seen.lock().await;
+        let rules = rules(&config, self.embedded.as_ref())?;
+        let done = apply()?;
+        self.access.replace(rules);
+        self.config.store(Arc::new(config));
+        drop(seen);
+        self.changed.notify_one();
+        Ok(done)
+    }
+
     /// Looks at the files again and again, for as long as it is polled.
     pub(crate) async fn follow(&self) {
-        let interval = self.config.secrets.refresh;
-        if interval.is_zero() || secret_files(&self.config).is_empty() {
-            return std::future::pending().await;
-        }
         loop {
-            tokio::time::sleep(interval).await;
+            let config = self.config.load_full();
+            let interval = config.secrets.refresh;
+            if interval.is_zero() || secret_files(&config).is_empty() {
+                self.changed.notified().await;
+                continue;
+            }
+            tokio::select! {
+                () = tokio::time::sleep(interval) => {}
+                () = self.changed.notified() => continue,
+            }
             match self.refresh().await {
                 Ok(true) => tracing::info!("certificates, tokens and keys were read again"),
                 Ok(false) => {}

@@ -109,6 +109,8 @@ fn from_the_surface() -> Vec<(RouteError, u16, &'static str)> {
         (RouteError::PathNotUtf8, 400, "invalid_path"),
         (RouteError::KeyMissing, 401, "invalid_api_key"),
         (RouteError::KeyWrong, 401, "invalid_api_key"),
+        (RouteError::NotReloadable, 409, "not_reloadable"),
+        (RouteError::NotReloaded(NotReloaded("wrong".into())), 400, "invalid_settings"),
         (RouteError::Loop, 508, "loop_detected"),
         (RouteError::Ambiguous, 400, "ambiguous_request"),
         (ProxyError::ModelDenied { model: "m".into() }.into(), 404, "model_not_found"),

@@ -104,7 +104,7 @@ async fn serve(args: EngineArgs) -> anyhow::Result<ExitCode> {
     if let Some(side_channel) = engine.side_channel_addr() {
         say(&format!("side channel on {side_channel}\n"))?;
     }
-    let signal = signals.next().await;
+    let signal = signals.leave().await;
     tracing::info!(signal, "leaving");
     engine.shutdown().await;
     Ok(ExitCode::SUCCESS)

@@ -8,7 +8,7 @@ use kvbaton_proxy::{OnMissing, Role};
 
 use super::{runtime, say};
 use crate::config::{Config, Flags, load};
-use crate::shutdown::Signals;
+use crate::shutdown::{Asked, Signals};
 use crate::{Running, telemetry};
 
 /// How long the announcement waits for a pair, so that its line names a model and works at once.
@@ -20,17 +20,23 @@ const ECHO: Duration = Duration::from_millis(300);
 pub(super) fn run(flags: Flags) -> anyhow::Result<ExitCode> {
     let config = load(&flags, std::env::vars())?;
     telemetry::start(&config.log)?;
-    runtime()?.block_on(serve(config))
+    runtime()?.block_on(serve(config, flags))
 }
 
-async fn serve(config: Config) -> anyhow::Result<ExitCode> {
+async fn serve(config: Config, flags: Flags) -> anyhow::Result<ExitCode> {
     let mut signals = Signals::listen()?;
-    let running = config.build().await?.spawn().await?;
+    let running = config.build().await?.reload_from(move || load(&flags, std::env::vars())).spawn().await?;
     if !running.ready_within(FIRST_PROBES).await {
         tracing::warn!("no pair of engines is ready yet");
     }
     say(&announcement(&running))?;
-    let signal = signals.next().await;
+    let signal = loop {
+        match signals.next().await {
+            Asked::Leave(signal) => break signal,
+            // What came of it is in the log.
+            Asked::Reload => drop(running.reload().await),
+        }
+    };
     tracing::info!(signal, "leaving");
     tokio::select! {
         in_time = running.drain() => {
@@ -51,7 +57,7 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
 async fn second(signals: &mut Signals) -> &'static str {
     let first = tokio::time::Instant::now();
     loop {
-        let signal = signals.next().await;
+        let signal = signals.leave().await;
         if first.elapsed() > ECHO {
             return signal;
         }

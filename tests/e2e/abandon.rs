@@ -6,7 +6,9 @@ use std::time::Duration;
 use engine_sim::{EngineConfig, Generation, Leg, Stage};
 use serde_json::json;
 
-use crate::support::{CHAT, COMPLETIONS, Cluster, PROMPT, Wire, chat, completion, generations, request};
+use crate::support::{
+    CHAT, COMPLETIONS, Cluster, PROMPT, Wire, chat, completion, generations, parse, request,
+};
 
 fn open(cluster: &Cluster, stream: bool, max_tokens: u64) -> impl Future<Output = Wire> {
     let mut body = completion(PROMPT, max_tokens);
@@ -40,9 +42,18 @@ async fn item_31_while_the_prefill_engine_has_not_begun() {
     gate.arrived(1).await;
     assert_eq!(in_flight(&cluster, 0).await, 1);
     drop(wire);
-    cluster.wait_idle().await;
+    let left = [("outcome", "abandoned")];
+    cluster
+        .wait_for("the client is known to be gone", async || {
+            cluster.metric("kvbaton_requests_total", &left).await == 1.0
+        })
+        .await;
+    // What nobody waits for is heard out and released.
     drop(gate);
-    assert_eq!(generations(cluster.d()).len(), 0);
+    cluster.wait_idle().await;
+    let for_a_client =
+        generations(cluster.d()).iter().filter(|seen| parse(&seen.body)["max_tokens"] == 8).count();
+    assert_eq!(for_a_client, 0);
     all_is_free(cluster).await;
 }
 

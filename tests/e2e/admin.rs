@@ -39,7 +39,7 @@ async fn a_fleet_can_be_built_and_taken_down_at_run_time() {
     let ready = cluster.get("/readyz").await;
     let nothing = json!({"ready": false, "prefill_ready": 0, "decode_ready": 0, "draining": false, "store": {"kind": "memory", "up": true, "age_seconds": 0.0}});
     assert_eq!((ready.status, ready.json()), (503, nothing));
-    assert_eq!(cluster.get("/admin/peers").await.json(), json!({"peers": []}));
+    assert_eq!(cluster.get("/admin/peers").await.json()["peers"], json!([]));
     assert_eq!(cluster.get("/v1/models").await.json(), json!({"object": "list", "data": []}));
     let head = cluster.send("HEAD", "/livez", &[], "").await;
     assert_eq!((head.status, head.body.len()), (200, 0));

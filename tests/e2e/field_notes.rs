@@ -108,6 +108,9 @@ async fn item_29_an_answer_names_its_peers_where_that_is_wanted() {
     alone["n"] = json!(2);
     alone["temperature"] = json!(0.5);
     assert_eq!(names(&cluster.post(COMPLETIONS, &alone).await), [String::new(), "d-right".into()]);
+    arm(cluster.p(), Leg::Prefill, refuse(400));
+    let refused = cluster.post(COMPLETIONS, &completion(PROMPT, 3)).await;
+    assert_eq!((refused.status, names(&refused)), (400, ["p-left".into(), String::new()]));
     cluster.finish().await;
 
     let cluster = Cluster::builder().start().await;
@@ -312,14 +315,14 @@ async fn item_58_a_new_peer_gets_requests_only_after_a_good_probe() {
 #[tokio::test]
 async fn item_60_engines_that_close_idle_connections_cost_no_request() {
     assert!(Config::default().timeouts.pool_idle < Duration::from_secs(5));
-    let hasty = |config: &mut EngineConfig| config.keep_alive = Duration::from_millis(20);
+    let hasty = |config: &mut EngineConfig| config.keep_alive = Duration::from_millis(500);
     let cluster = Cluster::builder().engine(hasty).start().await;
     let body = completion(PROMPT, 2);
-    for pause in 0..24 {
+    for pause in 0..8 {
         let answer = cluster.post(COMPLETIONS, &body).await;
         assert_eq!(answer.status, 200, "{answer:?}");
         // The traffic's own rhythm: before, at and after the engines' limit.
-        tokio::time::sleep(Duration::from_millis(10 + pause)).await;
+        tokio::time::sleep(Duration::from_millis(480 + 10 * pause)).await;
     }
     for stage in ["prefill", "decode"] {
         assert_eq!(cluster.metric("kvbaton_upstream_failures_total", &[("stage", stage)]).await, 0.0);

@@ -21,7 +21,7 @@ impl Core {
         hand_off: &crate::handoff::HandedOff,
         route: Route,
     ) -> Option<HandOffRefusal> {
-        let check = self.settings.hand_off.address_check;
+        let check = self.settings().hand_off.address_check;
         let engine = self.registry.engine(&hand_off.engine_id);
         is_foreign(check, peer, engine.as_deref(), &hand_off.channel.address, route)
             .then_some(HandOffRefusal::ForeignAddress)

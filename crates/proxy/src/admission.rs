@@ -288,7 +288,8 @@ impl Core {
     /// # Errors
     /// It does.
     pub(crate) fn check_size(&self, request: &ClientRequest) -> Result<(), BadRequest> {
-        let limits = &self.settings.admission;
+        let settings = self.settings();
+        let limits = &settings.admission;
         let prompt = request.prompt_bytes();
         if limits.prompt_bytes != 0 && prompt > limits.prompt_bytes {
             return Err(BadRequest::PromptTooLarge { bytes: prompt, limit: limits.prompt_bytes });
@@ -314,10 +315,11 @@ impl Core {
         if self.pool.ready(Stage::Decode) == 0 {
             return Err(ProxyError::NoPeer(Stage::Decode));
         }
-        let least = self.settings.hand_off.min_prompt_bytes;
+        let settings = self.settings();
+        let least = settings.hand_off.min_prompt_bytes;
         let no_prefill = self.pool.ready(Stage::Prefill) == 0;
         let two_legs = request.is_some_and(|request| request.bypass_below(least).is_none());
-        if two_legs && no_prefill && self.settings.hand_off.on_no_prefill == OnMissing::Fail {
+        if two_legs && no_prefill && settings.hand_off.on_no_prefill == OnMissing::Fail {
             // Waiting would not help it; what it is answered is decided where the leg would run.
             return Ok(());
         }
@@ -332,7 +334,7 @@ impl Core {
         }
         let ask = Ask {
             scopes,
-            priority: if self.settings.admission.client_priority {
+            priority: if settings.admission.client_priority {
                 priority(&exchange.headers, request)?
             } else {
                 0

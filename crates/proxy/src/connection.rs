@@ -90,6 +90,9 @@ pub(crate) enum ConnectError {
     Slow,
     #[error("another attempt already waits for the same address")]
     Crowded,
+    #[cfg(test)]
+    #[error("the modelled engine takes no connection")]
+    Modelled,
 }
 
 /// The answers that one connection has carried; found in its answers' and errors' extensions.
@@ -110,6 +113,9 @@ impl Uses {
 #[derive(Clone, Debug)]
 pub(crate) struct Counting {
     tcp: HttpConnector,
+    /// Engines in memory, in the place of the network.
+    #[cfg(test)]
+    model: Option<crate::model::World>,
     tls: EngineTls,
     dials: Dials,
     handshake: Duration,
@@ -117,7 +123,24 @@ pub(crate) struct Counting {
 
 impl Counting {
     pub(crate) fn new(tcp: HttpConnector, tls: EngineTls, dials: Dials, handshake: Duration) -> Self {
-        Self { tcp, tls, dials, handshake }
+        Self {
+            tcp,
+            #[cfg(test)]
+            model: None,
+            tls,
+            dials,
+            handshake,
+        }
+    }
+
+    pub(crate) fn dials(&self) -> &Dials {
+        &self.dials
+    }
+
+    #[cfg(test)]
+    pub(crate) fn over(mut self, model: crate::model::World) -> Self {
+        self.model = Some(model);
+        self
     }
 }
 
@@ -133,6 +156,13 @@ impl Service<Uri> for Counting {
     fn call(&mut self, uri: Uri) -> Self::Future {
         let secure = uri.scheme() == Some(&Scheme::HTTPS);
         let host = uri.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']').to_owned();
+        #[cfg(test)]
+        if let Some(model) = self.model.clone() {
+            return Box::pin(async move {
+                let stream = model.dial(&uri).await.ok_or(ConnectError::Modelled)?;
+                Ok(Counted { stream: Stream::Modelled(TokioIo::new(stream)), uses: Uses::default() })
+            });
+        }
         let (tls, handshake) = (self.tls.clone(), self.handshake);
         let attempt = self.dials.begin(&uri);
         let connecting = self.tcp.call(uri);
@@ -168,6 +198,8 @@ impl Service<Uri> for Counting {
 enum Stream {
     Plain(TokioIo<TcpStream>),
     Tls(Box<TokioIo<TlsStream<TcpStream>>>),
+    #[cfg(test)]
+    Modelled(TokioIo<tokio::io::DuplexStream>),
 }
 
 /// A connection with its count.
@@ -182,6 +214,8 @@ impl Connection for Counted {
         let connected = match &self.stream {
             Stream::Plain(stream) => stream.connected(),
             Stream::Tls(stream) => stream.inner().get_ref().0.connected(),
+            #[cfg(test)]
+            Stream::Modelled(_) => Connected::new(),
         };
         connected.extra(self.uses.clone())
     }
@@ -196,6 +230,8 @@ impl Read for Counted {
         match &mut self.stream {
             Stream::Plain(stream) => Pin::new(stream).poll_read(context, buffer),
             Stream::Tls(stream) => Pin::new(stream).poll_read(context, buffer),
+            #[cfg(test)]
+            Stream::Modelled(stream) => Pin::new(stream).poll_read(context, buffer),
         }
     }
 }
@@ -209,6 +245,8 @@ impl Write for Counted {
         match &mut self.stream {
             Stream::Plain(stream) => Pin::new(stream).poll_write(context, bytes),
             Stream::Tls(stream) => Pin::new(stream).poll_write(context, bytes),
+            #[cfg(test)]
+            Stream::Modelled(stream) => Pin::new(stream).poll_write(context, bytes),
         }
     }
 
@@ -216,6 +254,8 @@ impl Write for Counted {
         match &mut self.stream {
             Stream::Plain(stream) => Pin::new(stream).poll_flush(context),
             Stream::Tls(stream) => Pin::new(stream).poll_flush(context),
+            #[cfg(test)]
+            Stream::Modelled(stream) => Pin::new(stream).poll_flush(context),
         }
     }
 
@@ -223,6 +263,8 @@ impl Write for Counted {
         match &mut self.stream {
             Stream::Plain(stream) => Pin::new(stream).poll_shutdown(context),
             Stream::Tls(stream) => Pin::new(stream).poll_shutdown(context),
+            #[cfg(test)]
+            Stream::Modelled(stream) => Pin::new(stream).poll_shutdown(context),
         }
     }
 
@@ -230,6 +272,8 @@ impl Write for Counted {
         match &self.stream {
             Stream::Plain(stream) => stream.is_write_vectored(),
             Stream::Tls(stream) => stream.is_write_vectored(),
+            #[cfg(test)]
+            Stream::Modelled(stream) => stream.is_write_vectored(),
         }
     }
 
@@ -241,6 +285,8 @@ impl Write for Counted {
         match &mut self.stream {
             Stream::Plain(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
             Stream::Tls(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
+            #[cfg(test)]
+            Stream::Modelled(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
         }
     }
 }

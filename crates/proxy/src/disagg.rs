@@ -76,7 +76,7 @@ impl Core {
         body: Bytes,
     ) -> Result<Order, ProxyError> {
         self.retries.deposit();
-        let request = ClientRequest::parse(endpoint, body, self.settings.hand_off.client_injected);
+        let request = ClientRequest::parse(endpoint, body, self.settings().hand_off.client_injected);
         let read = request.map_err(ProxyError::from).and_then(|request| {
             exchange.client.check_model(request.model())?;
             self.check_size(&request)?;
@@ -111,7 +111,7 @@ impl Core {
         request: &ClientRequest,
         exchange: &Exchange,
     ) -> Result<Response<RelayBody>, Stopped> {
-        let mut tries = Tries::new(&self.settings.retry);
+        let mut tries = Tries::new(&self.settings().retry);
         self.pool.learn(&self.registry);
         self.admit(Some(request), exchange).await?;
         // D first: without one, a prefill would only strand blocks.
@@ -128,7 +128,7 @@ impl Core {
                 self.without_hand_off(HandOffRefusal::EngineGone, &exchange.request_id)?;
             }
             let peer = Arc::clone(&in_flight.peer);
-            let made_by = MadeBy::of(&self.settings, lease.as_ref().and_then(Lease::prefill), &peer);
+            let made_by = MadeBy::of(&self.settings(), lease.as_ref().and_then(Lease::prefill), Some(&peer));
             let failure = match self.decode(request, exchange, in_flight, lease, tries.resent).await {
                 Err((failure, unseen)) => {
                     lease = unseen;
@@ -164,7 +164,7 @@ impl Core {
 
     /// Why no prefill engine is to see a request.
     fn bypass(&self, request: &ClientRequest) -> Option<BypassReason> {
-        request.bypass_below(self.settings.hand_off.min_prompt_bytes)
+        request.bypass_below(self.settings().hand_off.min_prompt_bytes)
     }
 
     /// A decode engine to which some prefill engine can hand off, where that matters.
@@ -177,7 +177,7 @@ impl Core {
         match chosen {
             Err(ProxyError::NoCompatiblePair) => {
                 let no_prefill = self.pool.ready(Stage::Prefill) == 0;
-                if no_prefill || self.settings.hand_off.on_no_prefill == OnMissing::DecodeOnly {
+                if no_prefill || self.settings().hand_off.on_no_prefill == OnMissing::DecodeOnly {
                     // The first leg finds nobody, and applies the policy for that.
                     return self.pool.choose(Stage::Decode, model, &tries.decode, |_| true);
                 }
@@ -211,15 +211,16 @@ impl Core {
 
     /// Whether an engine that has just dropped a connection takes a new one.
     async fn is_alive(&self, peer: &Peer) -> bool {
+        let settings = self.settings();
         let leg = Leg {
             stage: peer.spec.role.stage(),
             peer,
             method: Method::GET,
-            path: &self.settings.probe.path,
+            path: &settings.probe.path,
             headers: own_headers(&RequestId::accept(None)),
             body: Spliced::from(Bytes::new()),
         };
-        self.upstream.send_anew(leg, self.settings.probe.timeout).await.is_ok()
+        self.upstream.send_anew(leg, self.settings().probe.timeout).await.is_ok()
     }
 
     /// Another decode engine, if there is one and the budgets allow it.
@@ -301,7 +302,9 @@ impl Core {
             if head.status() != StatusCode::TOO_MANY_REQUESTS {
                 peer.succeeded();
             }
-            return Ok(Err(Stopped::Refused(Box::new(relay_whole(head, answer, &exchange.account)))));
+            let refusal = relay_whole(head, answer, &exchange.account);
+            let made_by = MadeBy::of(&self.settings(), Some(&peer), None);
+            return Ok(Err(Stopped::Refused(Box::new(made_by.shown_in(refusal)))));
         }
         if !head.status().is_success() {
             let status = head.status().as_u16();
@@ -321,7 +324,8 @@ impl Core {
             self.metrics.hand_off_refused(&error);
             return Ok(Err(ProxyError::HandOff(error).into()));
         }
-        let by_way_of = self.settings.hand_off.registry_address.as_ref();
+        let settings = self.settings();
+        let by_way_of = settings.hand_off.registry_address.as_ref();
         let accepted = accepted.and_then(|hand_off| Ok(hand_off.by_way_of(by_way_of)?));
         Ok(match accepted {
             Ok(hand_off) => {
@@ -345,7 +349,7 @@ impl Core {
 
     /// Applies the policy for a fleet without a prefill engine that can serve.
     fn without_prefill(&self, error: ProxyError, exchange: &Exchange) -> Result<Option<Lease>, Stopped> {
-        match self.settings.hand_off.on_no_prefill {
+        match self.settings().hand_off.on_no_prefill {
             OnMissing::Fail => Err(Stopped::Error(error)),
             OnMissing::DecodeOnly => {
                 self.metrics.bypassed("no_prefill");
@@ -359,11 +363,11 @@ impl Core {
     /// Counts a missing, defective or expiring hand-off and applies the policy for it.
     fn without_hand_off(&self, refusal: HandOffRefusal, request_id: &RequestId) -> Result<(), Stopped> {
         self.metrics.hand_off_refused(&refusal);
-        if self.settings.hand_off.on_missing == OnMissing::DecodeOnly {
+        if self.settings().hand_off.on_missing == OnMissing::DecodeOnly {
             self.metrics.decided("decode_only", refusal.reason());
         }
         let request_id = request_id.as_str();
-        match self.settings.hand_off.on_missing {
+        match self.settings().hand_off.on_missing {
             OnMissing::Fail => {
                 tracing::warn!(request_id, %refusal, "no usable hand-off, request failed");
                 Err(Stopped::Error(ProxyError::HandOff(refusal)))
@@ -402,7 +406,7 @@ impl Core {
             lease.dispatched(&peer);
         }
         let began = Instant::now();
-        let head = self.settings.timeouts.decode_head;
+        let head = self.settings().timeouts.decode_head;
         let sent =
             if anew { self.upstream.send_anew(leg, head).await } else { self.upstream.send(leg, head).await };
         let answer = match sent {

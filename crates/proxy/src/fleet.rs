@@ -48,7 +48,7 @@ pub(crate) fn follow(core: Arc<Core>) {
         let mut changes = core.registry.subscribe();
         loop {
             changes.mark_unchanged();
-            if core.settings.pairing.adopt_registered {
+            if core.settings().pairing.adopt_registered {
                 core.adopt();
             }
             // So that restarts are seen though no request comes.
@@ -62,7 +62,7 @@ pub(crate) fn follow(core: Arc<Core>) {
 }
 
 impl Core {
-    fn adopt(self: &Arc<Self>) {
+    pub(crate) fn adopt(self: &Arc<Self>) {
         let Adopted { came, leaving } = self.pool.adopt(&self.registry);
         for peer in came {
             let role = peer.spec.role.stage().label();
@@ -256,7 +256,7 @@ impl Proxy {
             }
         }
         self.core.pool.mark();
-        if self.core.settings.pairing.adopt_registered {
+        if self.core.settings().pairing.adopt_registered {
             self.core.adopt();
         }
     }

@@ -13,7 +13,7 @@ pub struct Held(Arc<Room>);
 #[derive(Debug)]
 struct Room {
     taken: AtomicUsize,
-    limit: usize,
+    limit: AtomicUsize,
 }
 
 /// One body's part of the room, given back when dropped.
@@ -37,7 +37,12 @@ impl AsRef<[u8]> for Owned {
 
 impl Held {
     pub(crate) fn new(limit: usize) -> Self {
-        Self(Arc::new(Room { taken: AtomicUsize::new(0), limit }))
+        Self(Arc::new(Room { taken: AtomicUsize::new(0), limit: AtomicUsize::new(limit) }))
+    }
+
+    /// Another size of the room; what is held already stays.
+    pub(crate) fn resize(&self, limit: usize) {
+        self.0.limit.store(limit, Ordering::Relaxed);
     }
 
     /// A part of the room, empty at first.
@@ -55,7 +60,8 @@ impl Held {
     /// Whether a body of this size would find room now.
     #[must_use]
     pub fn has_room(&self, bytes: u64) -> bool {
-        usize::try_from(bytes).is_ok_and(|bytes| bytes <= self.0.limit.saturating_sub(self.bytes()))
+        usize::try_from(bytes)
+            .is_ok_and(|bytes| bytes <= self.0.limit.load(Ordering::Relaxed).saturating_sub(self.bytes()))
     }
 }
 
@@ -63,7 +69,8 @@ impl Share {
     /// Takes more room; false, and nothing taken, if there is too little.
     #[must_use]
     pub fn grow(&self, bytes: usize) -> bool {
-        let more = |taken: usize| taken.checked_add(bytes).filter(|all| *all <= self.room.limit);
+        let limit = self.room.limit.load(Ordering::Relaxed);
+        let more = |taken: usize| taken.checked_add(bytes).filter(|all| *all <= limit);
         let grown = self.room.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok();
         if grown {
             self.taken.fetch_add(bytes, Ordering::Relaxed);

@@ -71,7 +71,7 @@ impl Lease {
         request: &ClientRequest,
         request_id: &RequestId,
     ) -> Self {
-        let policy = &core.settings.hand_off;
+        let policy = &core.settings().hand_off;
         let lasts = prefill.spec.lease.unwrap_or(match hand_off.generation {
             Generation::V2 => policy.lease_v2,
             Generation::V14 => policy.lease,
@@ -124,7 +124,7 @@ impl Lease {
     /// Whether the lease may end before a decode engine has read the blocks.
     pub(crate) fn is_expiring(&self) -> bool {
         self.hold.as_ref().is_some_and(|hold| {
-            let margin = hold.core.settings.hand_off.lease_margin.min(hold.lasts / 2);
+            let margin = hold.core.settings().hand_off.lease_margin.min(hold.lasts / 2);
             hold.granted.elapsed() + margin >= hold.lasts
         })
     }
@@ -260,7 +260,7 @@ impl Hold {
         if let Some(meant) = &self.decode {
             peers.sort_by_key(|peer| !Arc::ptr_eq(peer, meant));
         }
-        let deadline = self.core.settings.timeouts.release;
+        let deadline = self.core.settings().timeouts.release;
         for peer in peers.iter().take(RELEASE_TRIES) {
             // A stranger to P has a handshake to make.
             let hurry = if peer.has_met(&self.hand_off.engine_id) { 5 } else { 2 };
@@ -320,13 +320,13 @@ impl Hold {
             headers: own_headers(&RequestId::accept(None)),
             body,
         };
-        let deadline = self.core.settings.timeouts.release;
+        let deadline = self.core.settings().timeouts.release;
         let response = match self.core.upstream.send(leg(body.clone()), deadline).await {
             Err(failure) if failure.stale => self.core.upstream.send_anew(leg(body), deadline).await?,
             sent => sent?,
         };
         let status = response.status();
-        let limit = self.core.settings.limits.answer_bytes;
+        let limit = self.core.settings().limits.answer_bytes;
         self.core.upstream.collect(Stage::Decode, response.into_body(), limit).await?;
         Ok(status)
     }

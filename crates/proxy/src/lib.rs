@@ -18,12 +18,15 @@ mod lease;
 mod ledger;
 mod made_by;
 mod metrics;
+#[cfg(test)]
+mod model;
 mod notify;
 mod pool;
 mod prefill;
 mod registry;
 mod registry_address;
 mod relay;
+mod reload;
 pub mod request;
 mod request_id;
 mod retry;
@@ -38,6 +41,7 @@ mod warm_up;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use arc_swap::ArcSwap;
 use bytes::Bytes;
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, Response};
@@ -68,6 +72,7 @@ pub use registry::{
     RegistryLimits, RegistrySnapshot, Sight, Watched, Watcher, Writer, canonical_base_url,
 };
 pub use registry_address::{NotAnAddress, RegistryAddress};
+pub use reload::{PeerChangeError, PeerChanges};
 pub use request::{BadRequest, Endpoint, InjectedHandOff};
 pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{
@@ -88,7 +93,8 @@ use upstream::Upstream;
 
 /// What every part of the core shares.
 struct Core {
-    settings: Settings,
+    /// Read anew by each step that needs them.
+    settings: ArcSwap<Settings>,
     pool: Pool,
     upstream: Upstream,
     held: Held,
@@ -107,6 +113,13 @@ struct Core {
     draining: AtomicBool,
 }
 
+impl Core {
+    /// The settings as they are now.
+    fn settings(&self) -> Arc<Settings> {
+        self.settings.load_full()
+    }
+}
+
 /// The router's core; clones share it.
 #[derive(Clone)]
 pub struct Proxy {
@@ -118,11 +131,20 @@ impl Proxy {
     /// runtime; all tasks run in `tasks` and end with `stop`.
     #[must_use]
     pub fn start(settings: Settings, tasks: TaskTracker, stop: CancellationToken) -> Self {
-        let metrics = Metrics::new();
         let held = Held::new(settings.limits.held_bytes);
         let tls = settings.engine_tls.clone();
-        let dials = dial::Dials::new(settings.timeouts.slow_connect);
-        let upstream = Upstream::new(&settings.timeouts, tls, dials.clone(), held.clone(), tasks.clone());
+        let upstream = Upstream::new(&settings.timeouts, tls, held.clone(), tasks.clone());
+        Self::start_over(upstream, held, settings, tasks, stop)
+    }
+
+    fn start_over(
+        upstream: Upstream,
+        held: Held,
+        settings: Settings,
+        tasks: TaskTracker,
+        stop: CancellationToken,
+    ) -> Self {
+        let metrics = Metrics::new();
         let registry = Registry::new(RegistryLimits {
             payload_bytes: settings.limits.payload_bytes,
             engines: settings.limits.registry_engines,
@@ -136,7 +158,7 @@ impl Proxy {
             store: Store::start(&settings.store, registry.clone(), &tasks, &stop),
             registry,
             notifier,
-            pool: Pool::new(settings.pairing.clone(), settings.breaker.clone(), dials),
+            pool: Pool::new(settings.pairing.clone(), settings.breaker.clone(), upstream.dials().clone()),
             side_channels: SideChannels::default(),
             upstream,
             held,
@@ -145,7 +167,7 @@ impl Proxy {
             stop,
             cut: CancellationToken::new(),
             draining: AtomicBool::new(false),
-            settings,
+            settings: ArcSwap::from_pointee(settings),
         });
         pool::probe::watch(Arc::clone(&core));
         fleet::follow(Arc::clone(&core));

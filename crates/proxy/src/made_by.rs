@@ -1,11 +1,12 @@
 //! Which peers made an answer, told to clients where the operator wants that. Names only, never a URL.
 
+use std::sync::Arc;
+
 use http::Response;
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 
 use crate::pool::peer::Peer;
 use crate::settings::Settings;
-use std::sync::Arc;
 
 const X_PD_PREFILL: HeaderName = HeaderName::from_static("x-pd-prefill");
 const X_PD_DECODE: HeaderName = HeaderName::from_static("x-pd-decode");
@@ -18,14 +19,15 @@ pub(crate) struct MadeBy {
 }
 
 impl MadeBy {
-    /// `prefill` is absent where the decode engine computed the prompt itself.
-    pub(crate) fn of(settings: &Settings, prefill: Option<&Arc<Peer>>, decode: &Peer) -> Self {
+    /// `prefill` is absent where the decode engine computed the prompt itself, `decode` where the prefill
+    /// engine refused.
+    pub(crate) fn of(settings: &Settings, prefill: Option<&Arc<Peer>>, decode: Option<&Arc<Peer>>) -> Self {
         if !settings.hand_off.show_peers {
             return Self::default();
         }
         // An id is fit for a path, and so for a header.
-        let name = |peer: &Peer| HeaderValue::from_str(&peer.id).ok();
-        Self { prefill: prefill.and_then(|peer| name(peer)), decode: name(decode) }
+        let name = |peer: &Arc<Peer>| HeaderValue::from_str(&peer.id).ok();
+        Self { prefill: prefill.and_then(name), decode: decode.and_then(name) }
     }
 
     pub(crate) fn shown_in<B>(self, mut response: Response<B>) -> Response<B> {

@@ -2,6 +2,7 @@
 
 mod adopt;
 pub(crate) mod breaker;
+mod exchange;
 pub(crate) mod health;
 pub(crate) mod matrix;
 pub(crate) mod operator;
@@ -62,6 +63,11 @@ impl Snapshot {
         self.prefill.iter().chain(&self.decode)
     }
 
+    fn retain(&mut self, stays: impl Fn(&Peer) -> bool) {
+        self.prefill.retain(|peer| stays(peer));
+        self.decode.retain(|peer| stays(peer));
+    }
+
     fn push(&mut self, peer: Arc<Peer>) {
         match peer.spec.role {
             Role::Prefill => self.prefill.push(peer),
@@ -79,7 +85,7 @@ pub(crate) struct Pool {
     /// Whose turn it is among equally busy peers. One count per stage: with a common one, two
     /// choices a request would meet the same peer each time.
     turns: [AtomicUsize; 2],
-    pairing: Pairing,
+    pairing: ArcSwap<Pairing>,
     /// The verdicts on all pairs.
     matrix: ArcSwap<Matrix>,
     /// What operators decided.
@@ -99,13 +105,25 @@ pub(crate) struct Pool {
 
 impl Pool {
     pub(crate) fn new(pairing: Pairing, breaker: BreakerSettings, dials: Dials) -> Self {
-        Self { pairing, breaker, dials: Some(dials), wishes: AtomicU64::new(1), ..Self::default() }
+        Self {
+            pairing: ArcSwap::from_pointee(pairing),
+            breaker,
+            dials: Some(dials),
+            wishes: AtomicU64::new(1),
+            ..Self::default()
+        }
+    }
+
+    /// Other rules of pairing from now on.
+    pub(crate) fn set_pairing(&self, pairing: Pairing) {
+        self.pairing.store(Arc::new(pairing));
+        self.relearn();
     }
 
     /// A new peer whose health is watched as the settings say.
     fn watched(&self, mut peer: Peer) -> Peer {
         let dial = self.dials.as_ref().map(|dials| dials.of(peer.authority()));
-        peer.health = Health::new(self.breaker.clone(), dial);
+        peer.health = Arc::new(Health::new(self.breaker.clone(), dial));
         peer
     }
 
@@ -132,7 +150,7 @@ impl Pool {
         next.prefill.retain(|peer| !is_here(peer));
         next.decode.retain(|peer| !is_here(peer));
         let peer = Arc::new(self.watched(Peer::new(id, spec)?));
-        if self.pairing.warm_up {
+        if self.pairing.load().warm_up {
             peer.warmth.cool();
         }
         next.push(Arc::clone(&peer));
@@ -203,7 +221,7 @@ impl Pool {
                 }
             }
         }
-        let matrix = Matrix::of(&peers, &self.matrix.load(), &self.pairing, &self.quarantined.lock());
+        let matrix = Matrix::of(&peers, &self.matrix.load(), &self.pairing.load(), &self.quarantined.lock());
         self.quarantined.lock().retain(|pair, _| matrix.knows(pair));
         self.matrix.store(Arc::new(matrix));
         self.learnt[1].store(wishes, Ordering::Release);
@@ -218,7 +236,7 @@ impl Pool {
     /// An engine of a peer began another life: whoever talked to the old one may be kept away.
     fn restarted(&self, peers: &Snapshot, peer: &Arc<Peer>, ended: &[String]) {
         tracing::info!(peer = %peer.id, url = %peer.spec.url, ?ended, "an engine restarted");
-        let lasts = self.pairing.quarantine_restarted;
+        let lasts = self.pairing.load().quarantine_restarted;
         if !lasts.is_zero() {
             let until = Instant::now() + lasts;
             let mut quarantined = self.quarantined.lock();
@@ -271,7 +289,10 @@ impl Pool {
     /// Whether a pair may hand off. A peer that has just left the fleet goes on as it was.
     pub(crate) fn fits(&self, prefill: &Peer, decode: &Peer) -> bool {
         let known = self.matrix.load().fits(prefill, decode);
-        known.unwrap_or_else(|| pairing::judge(prefill, decode, &self.pairing).allows(self.pairing.unknown))
+        known.unwrap_or_else(|| {
+            let rules = self.pairing.load();
+            pairing::judge(prefill, decode, &rules).allows(rules.unknown)
+        })
     }
 
     /// The least busy open peer of a stage that fits and lists the model. When no fitting peer lists

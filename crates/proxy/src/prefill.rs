@@ -69,7 +69,7 @@ impl PrefillLeg {
     pub(crate) async fn answer(&mut self) -> Answered {
         let lost = UpstreamFailure::new(Stage::Prefill, Broken::Reset, Progress::Answering);
         let running = self.running.as_mut().ok_or(lost)?;
-        let deadline = running.core.settings.timeouts.prefill;
+        let deadline = running.core.settings().timeouts.prefill;
         let silent = UpstreamFailure::new(Stage::Prefill, Broken::Timeout, Progress::Sent);
         let answered = timeout(deadline, running.answer.as_mut()).await.map_err(|_late| silent)?;
         self.running = None;
@@ -92,7 +92,7 @@ impl Running {
     async fn abandon(self) {
         let Self { answer, core, in_flight, request, request_id } = self;
         let of_peer = in_flight.peer.spec.abandon_grace;
-        let grace = of_peer.unwrap_or(core.settings.hand_off.abandon_grace);
+        let grace = of_peer.unwrap_or(core.settings().hand_off.abandon_grace);
         let leaving = async {
             core.stop.cancelled().await;
             tokio::time::sleep(LEAVING).await;
@@ -113,7 +113,8 @@ impl Running {
                 let unread = accepted.map_or_else(|refused| refused.unused.map(|unused| *unused), Some);
                 // Not even a release may go to an address that is not the peer's.
                 let unread = unread.filter(|unread| core.foreign_address(peer, unread, route).is_none());
-                let by_way_of = core.settings.hand_off.registry_address.as_ref();
+                let settings = core.settings();
+                let by_way_of = settings.hand_off.registry_address.as_ref();
                 match unread.and_then(|unread| unread.by_way_of(by_way_of).ok()) {
                     None => AbandonedPrefill::KeptNone,
                     Some(unread) => {
@@ -130,13 +131,13 @@ impl Running {
 impl Core {
     /// What the check of block counts may know.
     pub(crate) fn tokens_per_block(&self) -> impl FnOnce(&str) -> Option<u64> {
-        let check = self.settings.hand_off.check_block_count;
+        let check = self.settings().hand_off.check_block_count;
         move |engine_id| if check { self.registry.tokens_per_block(engine_id) } else { None }
     }
 
     async fn whole_answer(&self, leg: Leg<'_>, anew: bool) -> Answered {
         let stage = leg.stage;
-        let deadline = self.settings.timeouts.prefill + self.settings.hand_off.abandon_grace;
+        let deadline = self.settings().timeouts.prefill + self.settings().hand_off.abandon_grace;
         let exchange = async {
             let sent = if anew {
                 self.upstream.send_anew(leg, deadline).await
@@ -144,7 +145,7 @@ impl Core {
                 self.upstream.send(leg, deadline).await
             };
             let (head, body) = sent?.into_parts();
-            let answer = self.upstream.collect(stage, body, self.settings.limits.answer_bytes).await?;
+            let answer = self.upstream.collect(stage, body, self.settings().limits.answer_bytes).await?;
             Ok((Response::from_parts(head, ()), answer))
         };
         let silent = UpstreamFailure::new(stage, Broken::Timeout, Progress::Sent);

@@ -28,8 +28,8 @@ impl Core {
     ) -> Result<Response<RelayBody>, UpstreamFailure> {
         let (mut head, body) = answer.into_parts();
         response_headers(&mut head.headers);
-        let ends = Instant::now() + self.settings.timeouts.total;
-        let limit = self.settings.limits.answer_bytes;
+        let ends = Instant::now() + self.settings().timeouts.total;
+        let limit = self.settings().limits.answer_bytes;
         let is_stream = is_type(&head.headers, b"text/event-stream");
         if is_stream || is_binary(&head.headers) {
             let share = self.held.share();
@@ -76,7 +76,7 @@ impl Core {
         body: Bytes,
     ) -> Result<Response<RelayBody>, ProxyError> {
         exchange.client.check_body(&body)?;
-        let body = pass_through_body(body, self.settings.hand_off.client_injected)?;
+        let body = pass_through_body(body, self.settings().hand_off.client_injected)?;
         self.admit(None, exchange).await?;
         let in_flight = self.pool.choose(Stage::Decode, None, &[], |_| true)?;
         let peer = Arc::clone(&in_flight.peer);
@@ -88,7 +88,7 @@ impl Core {
             headers: self.decode_headers(exchange),
             body,
         };
-        let head = self.settings.timeouts.decode_head;
+        let head = self.settings().timeouts.decode_head;
         let sent = match self.upstream.send(leg(body.clone()), head).await {
             Err(failure) if failure.stale => self.upstream.send_anew(leg(body), head).await,
             sent => sent,
@@ -116,7 +116,7 @@ impl Core {
     /// The client's headers for a decode engine; the peer's own rank, if it has one, is set later.
     pub(crate) fn decode_headers(&self, exchange: &Exchange) -> HeaderMap {
         let mut headers = request_headers(&exchange.headers, &exchange.request_id);
-        if self.settings.pairing.client_dp_rank
+        if self.settings().pairing.client_dp_rank
             && let Some(rank) = exchange.headers.get(X_DATA_PARALLEL_RANK)
         {
             headers.insert(X_DATA_PARALLEL_RANK, rank.clone());

@@ -1,6 +1,9 @@
 //! Whether a failed leg may be tried on another engine: from what broke, how far it got and what
 //! is left of two budgets. Pure but for the fleet's bucket; sends nothing.
 
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
@@ -63,29 +66,36 @@ pub(crate) fn after_decode_status(status: u16) -> Verdict {
 /// asked for much more than its clients ask.
 #[derive(Debug)]
 pub(crate) struct Budget {
-    settings: Retry,
+    settings: ArcSwap<Retry>,
     tokens: Mutex<(f64, Instant)>,
 }
 
 impl Budget {
     pub(crate) fn new(settings: Retry) -> Self {
         let tokens = Mutex::new((f64::from(settings.burst), Instant::now()));
-        Self { settings, tokens }
+        Self { settings: ArcSwap::from_pointee(settings), tokens }
+    }
+
+    /// Other rates and another bound from now on; what is in the bucket stays.
+    pub(crate) fn replace(&self, settings: Retry) {
+        self.settings.store(Arc::new(settings));
     }
 
     /// Counts one request.
     pub(crate) fn deposit(&self) {
+        let settings = self.settings.load();
         let mut tokens = self.tokens.lock();
-        tokens.0 = (tokens.0 + self.settings.per_request).min(f64::from(self.settings.burst));
+        tokens.0 = (tokens.0 + settings.per_request).min(f64::from(settings.burst));
     }
 
     /// Takes one retry, if there is one.
     pub(crate) fn withdraw(&self) -> bool {
+        let settings = self.settings.load();
         let mut tokens = self.tokens.lock();
         let (left, since) = *tokens;
         let now = Instant::now();
-        let earned = (now - since).as_secs_f64() * self.settings.per_second;
-        let left = (left + earned).min(f64::from(self.settings.burst));
+        let earned = (now - since).as_secs_f64() * settings.per_second;
+        let left = (left + earned).min(f64::from(settings.burst));
         let granted = left >= 1.0;
         *tokens = (if granted { left - 1.0 } else { left }, now);
         granted

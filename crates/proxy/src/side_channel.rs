@@ -74,10 +74,10 @@ impl SideChannels {
 
 /// Starts the tasks; they end with the core's stop token.
 pub(crate) fn start(core: &Arc<Core>) {
-    if core.settings.side_channel.read != ReadSideChannels::Off {
+    if core.settings().side_channel.read != ReadSideChannels::Off {
         core.tasks.spawn(reader::watch(Arc::clone(core)));
     }
-    if core.settings.side_channel.front.enabled {
+    if core.settings().side_channel.front.enabled {
         core.tasks.spawn(front::watch(Arc::clone(core)));
     }
 }
@@ -86,7 +86,7 @@ impl Core {
     /// Takes in what a hand-off says of its engine's side channel. An engine id that is new at a known
     /// address is a restarted engine: the old one leaves at once, and the new one is asked for.
     pub(crate) fn side_channel_named(&self, peer: &Peer, hand_off: &HandedOff) {
-        let read = self.settings.side_channel.read;
+        let read = self.settings().side_channel.read;
         if read == ReadSideChannels::Off {
             return;
         }

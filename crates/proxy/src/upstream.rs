@@ -4,8 +4,10 @@
 use std::error::Error as _;
 use std::future::Future;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use bytes::{Bytes, BytesMut};
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::{Method, Request, Response};
@@ -67,9 +69,10 @@ pub(crate) struct Upstream {
     client: Client<Counting, Spliced>,
     /// Opens a connection for each request: of several kept ones, all may be about to end.
     fresh: Client<Counting, Spliced>,
-    idle: Duration,
+    idle: Arc<ArcSwap<Duration>>,
     /// Says in `Via` that a request went through this very router.
     mark: HeaderValue,
+    dials: Dials,
     held: Held,
 }
 
@@ -105,13 +108,7 @@ where
 }
 
 impl Upstream {
-    pub(crate) fn new(
-        timeouts: &Timeouts,
-        tls: EngineTls,
-        dials: Dials,
-        held: Held,
-        tasks: TaskTracker,
-    ) -> Self {
+    pub(crate) fn new(timeouts: &Timeouts, tls: EngineTls, held: Held, tasks: TaskTracker) -> Self {
         let mut connector = HttpConnector::new();
         connector.set_nodelay(true);
         connector.set_connect_timeout(Some(timeouts.connect));
@@ -122,14 +119,42 @@ impl Upstream {
         connector.set_keepalive_interval(Some(timeouts.connect));
         #[cfg(target_os = "linux")]
         connector.set_tcp_user_timeout(Some(vanished));
-        let connector = Counting::new(connector, tls, dials, timeouts.connect);
+        let dials = Dials::new(timeouts.slow_connect);
+        Self::through(Counting::new(connector, tls, dials, timeouts.connect), timeouts, held, tasks)
+    }
+
+    /// Over engines in memory.
+    #[cfg(test)]
+    pub(crate) fn modelled(
+        model: crate::model::World,
+        timeouts: &Timeouts,
+        held: Held,
+        tasks: TaskTracker,
+    ) -> Self {
+        let dials = Dials::new(timeouts.slow_connect);
+        let connector = Counting::new(HttpConnector::new(), EngineTls::default(), dials, timeouts.connect);
+        Self::through(connector.over(model), timeouts, held, tasks)
+    }
+
+    fn through(connector: Counting, timeouts: &Timeouts, held: Held, tasks: TaskTracker) -> Self {
         let mut builder = Client::builder(Tracked(tasks));
         builder.pool_timer(TokioTimer::new()).timer(TokioTimer::new()).pool_idle_timeout(timeouts.pool_idle);
+        let dials = connector.dials().clone();
         let client = builder.build(connector.clone());
         let fresh = builder.pool_max_idle_per_host(0).build(connector);
         let mark = HeaderValue::try_from(format!("1.1 kvbaton-{}", Uuid::new_v4().simple()));
         let mark = mark.unwrap_or_else(|_| HeaderValue::from_static("1.1 kvbaton"));
-        Self { client, fresh, idle: timeouts.idle, held, mark }
+        Self { client, fresh, idle: Arc::new(ArcSwap::from_pointee(timeouts.idle)), held, mark, dials }
+    }
+
+    /// Another bound on the silence inside answers, for those that begin from now on.
+    pub(crate) fn set_idle(&self, idle: Duration) {
+        self.idle.store(Arc::new(idle));
+    }
+
+    /// The attempts to connect to the peers' addresses.
+    pub(crate) fn dials(&self) -> &Dials {
+        &self.dials
     }
 
     /// Whether a request went through this router before.
@@ -220,10 +245,11 @@ impl Upstream {
             return Err(failure(Broken::TooLarge));
         }
         let share = self.held.share();
+        let idle = self.idle();
         let mut first = Bytes::new();
         let mut whole = BytesMut::new();
         loop {
-            let frame = timeout(self.idle, body.frame()).await.map_err(|_| failure(Broken::Idle))?;
+            let frame = timeout(idle, body.frame()).await.map_err(|_| failure(Broken::Idle))?;
             let Some(frame) = frame else { break };
             let frame = frame.map_err(|error| failure(body_broken(&error)))?;
             let Ok(data) = frame.into_data() else { continue };
@@ -246,8 +272,8 @@ impl Upstream {
         Ok(share.bind(if whole.is_empty() { first } else { whole.freeze() }))
     }
 
-    pub(crate) const fn idle(&self) -> Duration {
-        self.idle
+    pub(crate) fn idle(&self) -> Duration {
+        **self.idle.load()
     }
 }
 

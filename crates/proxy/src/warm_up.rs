@@ -87,7 +87,7 @@ enum NotWarm {
 
 /// Warms a peer up that has just answered a probe, if it is cold.
 pub(crate) async fn after_probe(core: &Arc<Core>, peer: &Arc<Peer>) {
-    if !core.settings.pairing.warm_up {
+    if !core.settings().pairing.warm_up {
         return;
     }
     if !peer.is_ready() {
@@ -161,7 +161,7 @@ async fn exercise(core: &Arc<Core>, prefill: &Arc<Peer>, decode: &Arc<Peer>) -> 
     if let Some(foreign) = core.foreign_address(prefill, &hand_off, route) {
         return Err(foreign.into());
     }
-    let hand_off = hand_off.by_way_of(core.settings.hand_off.registry_address.as_ref())?;
+    let hand_off = hand_off.by_way_of(core.settings().hand_off.registry_address.as_ref())?;
     core.side_channel_named(prefill, &hand_off);
     if prefill.saw_engine(&hand_off.engine_id) | prefill.saw_tp_size(hand_off.channel.tp_size) {
         core.pool.relearn();
@@ -177,9 +177,9 @@ async fn exercise(core: &Arc<Core>, prefill: &Arc<Peer>, decode: &Arc<Peer>) -> 
         body: request.decode_body(lease.raw_for(decode)),
     };
     lease.dispatched(decode);
-    let answer = core.upstream.send(leg, core.settings.timeouts.decode_head.min(LONGEST)).await?;
+    let answer = core.upstream.send(leg, core.settings().timeouts.decode_head.min(LONGEST)).await?;
     let status = answer.status();
-    core.upstream.collect(Stage::Decode, answer.into_body(), core.settings.limits.answer_bytes).await?;
+    core.upstream.collect(Stage::Decode, answer.into_body(), core.settings().limits.answer_bytes).await?;
     if !status.is_success() {
         return Err(NotWarm::Status { stage: Stage::Decode, status });
     }

@@ -10,8 +10,8 @@ use http::{HeaderMap, Method, Request, StatusCode};
 use http_body_util::BodyExt;
 use kvbaton_proxy::{ModelScope, Proxy, Settings};
 use kvbaton_routes::{
-    Access, CertificateNames, Cors, Credential, Duty, Limits, Mounts, Origins, Rules, SecretDigest, State,
-    app,
+    Access, CertificateNames, Cors, Credential, Duty, Limits, Mounts, Origins, Reload, Rules, SecretDigest,
+    State, app,
 };
 use serde_json::{Value, json};
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -62,7 +62,13 @@ impl Surface {
         };
         let origins: Vec<String> = origins.iter().map(|origin| (*origin).to_owned()).collect();
         let cors = Cors { origins: Origins::new(&origins).unwrap(), max_age: Duration::from_secs(60) };
-        let state = State { proxy: proxy.clone(), access: access.clone(), cors, limits };
+        let state = State {
+            proxy: proxy.clone(),
+            access: access.clone(),
+            cors,
+            limits: limits.into(),
+            reload: Reload::default(),
+        };
         let router = app(state, mounts);
         Self { router, proxy, _stop: stop.drop_guard() }
     }

@@ -34,6 +34,7 @@ impl Weather {
 
     /// Something happens.
     pub(super) async fn turn(&mut self, cluster: &mut Cluster) {
+        self.revive(cluster).await;
         let prefill = self.dice.one_in(2);
         if self.dice.one_in(8) {
             return self.kill(cluster, prefill).await;
@@ -101,6 +102,19 @@ impl Weather {
         self.down.push((Instant::now() + self.dice.moment(600), down));
     }
 
+    /// Restarts engines whose core has died, as their supervisor would.
+    async fn revive(&mut self, cluster: &mut Cluster) {
+        for engines in [&mut cluster.prefill, &mut cluster.decode] {
+            while let Some(at) = engines.iter().position(|engine| engine.stats().dead) {
+                let engine = engines.remove(at);
+                let (addr, config) = (engine.addr(), engine.config().clone());
+                engine.kill().await;
+                let listener = TcpListener::bind(addr).await.unwrap();
+                engines.push(engine_sim::spawn(config, listener).await.unwrap());
+            }
+        }
+    }
+
     /// Waits until something is to be undone.
     pub(super) fn due(&self) -> impl Future<Output = ()> + use<> {
         let next = self.gates.iter().map(|gate| gate.0).chain(self.down.iter().map(|down| down.0)).min();
@@ -120,6 +134,7 @@ impl Weather {
     /// Undoes everything.
     pub(super) async fn calm(&mut self, cluster: &mut Cluster) {
         self.undo(cluster, Instant::now() + Duration::from_secs(3600)).await;
+        self.revive(cluster).await;
         for engine in cluster.prefill.iter().chain(&cluster.decode) {
             engine.faults().clear();
         }

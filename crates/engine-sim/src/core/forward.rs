@@ -107,6 +107,13 @@ impl Core {
 }
 
 fn choose(entropy: u64, sampling: &Sampling, generated: usize, eos_every: Option<u64>) -> Token {
+    if !sampling.script.is_empty() {
+        return match sampling.script.get(generated) {
+            Some(Some(token)) => *token,
+            Some(None) => tokens::printable(entropy),
+            None => EOS,
+        };
+    }
     let may_stop = generated >= sampling.min_tokens;
     let wants_eos = eos_every.is_some_and(|every| entropy.is_multiple_of(every));
     if wants_eos && may_stop {

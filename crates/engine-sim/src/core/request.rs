@@ -1,5 +1,7 @@
 //! One request inside the engine core, and what passes between it and the HTTP layer.
 
+use std::sync::Arc;
+
 use kv_connector::protocol::KvTransferParams;
 use tokio::sync::mpsc;
 
@@ -19,6 +21,8 @@ pub(crate) struct Sampling {
     pub(crate) noise: u64,
     /// Keeps the request's blocks apart from those of other salts in the prefix cache.
     pub(crate) cache_salt: String,
+    /// The tokens that the output is bound to, and then its end; empty for a free one.
+    pub(crate) script: Arc<[Option<Token>]>,
 }
 
 /// A request as the HTTP layer submits it.

@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::request::{Endpoint, GenerationRequest};
 use super::sequence::{Sequence, chat_logprobs, completion_logprobs, prompt_entropies, prompt_logprobs};
+use super::structure::Structure;
 use crate::shared::Shared;
 use crate::tokens;
 
@@ -71,7 +72,7 @@ impl Envelope<'_> {
     }
 
     fn choice(&self, index: usize, sequence: &Sequence) -> Value {
-        let (reason, stop_reason) = ending(sequence);
+        let (reason, stop_reason) = self.ending(sequence);
         let ids = self.token_ids(&sequence.tokens);
         if self.is_chat() {
             let logprobs = self
@@ -79,7 +80,7 @@ impl Envelope<'_> {
                 .logprobs
                 .map_or(Value::Null, |top| chat_logprobs(&sequence.tokens, &sequence.entropies, top));
             let mut choice = json!({
-                "index": index, "message": self.message(&sequence.text), "logprobs": logprobs,
+                "index": index, "message": self.message(sequence), "logprobs": logprobs,
                 "finish_reason": reason, "stop_reason": stop_reason, "token_ids": ids,
             });
             if self.v14() {
@@ -100,17 +101,32 @@ impl Envelope<'_> {
         choice
     }
 
-    fn message(&self, text: &str) -> Value {
+    fn message(&self, sequence: &Sequence) -> Value {
+        let structure = self.request.structure.as_ref();
+        let calls = structure.map_or_else(Vec::new, |structure| structure.calls_in(&sequence.text, self.id));
+        let content = if calls.is_empty() { Value::from(sequence.text.as_str()) } else { Value::Null };
         if self.v14() {
-            return json!({
-                "role": "assistant", "content": text, "refusal": null, "annotations": null,
+            let mut message = json!({
+                "role": "assistant", "content": content, "refusal": null, "annotations": null,
                 "audio": null, "function_call": null, "reasoning": null,
             });
+            // Left out where there is none.
+            if !calls.is_empty() {
+                message["tool_calls"] = calls.into();
+            }
+            return message;
         }
         json!({
-            "role": "assistant", "content": text, "refusal": null, "annotations": null, "audio": null,
-            "function_call": null, "tool_calls": [], "reasoning": null, "reasoning_content": null,
+            "role": "assistant", "content": content, "refusal": null, "annotations": null, "audio": null,
+            "function_call": null, "tool_calls": calls, "reasoning": null, "reasoning_content": null,
         })
+    }
+
+    fn ending(&self, sequence: &Sequence) -> (Value, Value) {
+        let Some(ending) = &sequence.ending else { return (Value::Null, Value::Null) };
+        let said = |structure: &Structure| structure.reason(ending.reason, sequence.text.len());
+        let reason = self.request.structure.as_ref().map_or(ending.reason, said);
+        (reason.into(), ending.stop_reason.clone())
     }
 
     fn echoed(&self, prompt: usize, text: &str) -> String {
@@ -201,7 +217,7 @@ impl Envelope<'_> {
 
     /// One event of a stream: the text shown for the newest token of a choice.
     pub(crate) fn token_event(&self, index: usize, sequence: &Sequence, piece: &str, offset: usize) -> Value {
-        let (reason, stop_reason) = ending(sequence);
+        let (reason, stop_reason) = self.ending(sequence);
         let newest = sequence.tokens.len().saturating_sub(1);
         let ids = self.token_ids(&sequence.tokens[newest..]);
         let finished = sequence.ending.is_some();
@@ -249,8 +265,16 @@ impl Envelope<'_> {
         let logprobs = self.request.logprobs.map_or(Value::Null, |top| {
             chat_logprobs(&sequence.tokens[newest..], &sequence.entropies[newest..], top)
         });
+        let delta = match self.request.structure.as_ref().filter(|structure| !structure.calls.is_empty()) {
+            None => json!({ "content": piece }),
+            Some(structure) => match structure.deltas(piece, sequence.shown, self.id) {
+                // What frames a call is shown to nobody.
+                calls if calls.is_empty() => json!({}),
+                calls => json!({ "tool_calls": calls }),
+            },
+        };
         let mut choice = json!({
-            "index": index, "delta": {"content": piece}, "logprobs": logprobs, "finish_reason": reason,
+            "index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason,
         });
         if sequence.ending.is_some() {
             choice["stop_reason"] = stop_reason;
@@ -288,13 +312,6 @@ impl Envelope<'_> {
             map.insert("system_fingerprint".to_owned(), self.shared.fingerprint.clone().into());
         }
         Value::Object(map)
-    }
-}
-
-fn ending(sequence: &Sequence) -> (Value, Value) {
-    match &sequence.ending {
-        Some(ending) => (ending.reason.into(), ending.stop_reason.clone()),
-        None => (Value::Null, Value::Null),
     }
 }
 

@@ -34,6 +34,7 @@ fn bare(endpoint: Endpoint, messages: &[Value], tools: Option<&Value>) -> Genera
         request_id: None,
         cache_salt: None,
         kv_transfer_params: None,
+        structure: None,
         refusal: None,
     }
 }

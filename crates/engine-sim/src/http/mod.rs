@@ -12,6 +12,7 @@ mod reject;
 mod request;
 mod sequence;
 mod sim;
+mod structure;
 
 use std::sync::Arc;
 

@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 use super::dialects;
 use super::fields::{Fields, integer_error, not_a_string};
 use super::reject::{Rejection, python_input};
+use super::structure::Structure;
 use crate::core::request::Sampling;
 use crate::tokens::{self, Token};
 
@@ -54,6 +55,8 @@ pub(crate) struct GenerationRequest {
     pub(crate) request_id: Option<String>,
     pub(crate) cache_salt: Option<String>,
     pub(crate) kv_transfer_params: Option<Map<String, Value>>,
+    /// What the output is bound to.
+    pub(crate) structure: Option<Structure>,
     /// Why the handler refuses the request after it has found the model.
     pub(crate) refusal: Option<Rejection>,
 }
@@ -116,6 +119,7 @@ pub(crate) fn parse(endpoint: Endpoint, body: &[u8]) -> Result<GenerationRequest
         request_id: fields.text("request_id")?,
         cache_salt: fields.text("cache_salt")?,
         kv_transfer_params: fields.object("kv_transfer_params")?.cloned(),
+        structure: Structure::of(&fields, endpoint == Endpoint::Chat)?,
         refusal: None,
     })
 }
@@ -210,6 +214,11 @@ impl GenerationRequest {
             ignore_eos: self.ignore_eos,
             noise: if greedy { 0 } else { self.seed.unwrap_or(0).cast_unsigned() },
             cache_salt: self.cache_salt.clone().unwrap_or_default(),
+            script: self
+                .structure
+                .as_ref()
+                .map(|structure| structure.script.as_slice().into())
+                .unwrap_or_default(),
         })
     }
 }

@@ -31,7 +31,7 @@ pub(crate) struct Sequence {
     pub(crate) tokens: Vec<Token>,
     pub(crate) entropies: Vec<u64>,
     pub(crate) text: String,
-    shown: usize,
+    pub(crate) shown: usize,
     pub(crate) ending: Option<Ending>,
     pub(crate) params: Option<KvTransferParams>,
     pub(crate) cached_tokens: usize,

@@ -51,7 +51,7 @@ impl Pool {
                 None => match new_peer(&next, place) {
                     Ok(peer) => {
                         let peer = Arc::new(self.watched(peer));
-                        if self.pairing.warm_up {
+                        if self.pairing.load().warm_up {
                             peer.warmth.cool();
                         }
                         next.push(Arc::clone(&peer));

@@ -96,7 +96,7 @@ pub(crate) struct Peer {
     /// Its URL in canonical spelling.
     pub(crate) address: Option<String>,
     in_flight: AtomicUsize,
-    pub(crate) health: Health,
+    pub(crate) health: Arc<Health>,
     /// Whether a hand-off of it has named an address that only its own host can use.
     private_address: AtomicBool,
     pub(crate) standing: Standing,
@@ -146,7 +146,7 @@ impl Peer {
             prefix,
             replaced_authorization,
             in_flight: AtomicUsize::new(0),
-            health: Health::new(BreakerSettings::default(), None),
+            health: Arc::new(Health::new(BreakerSettings::default(), None)),
             private_address: AtomicBool::new(false),
             standing: Standing::default(),
             warmth: Warmth::default(),
@@ -156,6 +156,14 @@ impl Peer {
             identity: ArcSwap::default(),
             channels,
         })
+    }
+
+    /// Takes over what was seen of the same engines under another description.
+    pub(crate) fn learns_from(&self, before: &Self) {
+        let seen = before.observed.read().clone();
+        let generation = self.spec.generation.or(seen.generation);
+        *self.observed.write() = Observed { generation, ..seen };
+        *self.met.write() = before.met.read().clone();
     }
 
     /// The absolute URI of `path` (which begins with a slash) on this peer.

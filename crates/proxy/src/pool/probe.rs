@@ -31,9 +31,8 @@ const SOON: Duration = Duration::from_millis(500);
 pub(crate) fn watch(core: Arc<Core>) {
     let tasks = core.tasks.clone();
     tasks.spawn(async move {
-        let interval = core.settings.probe.interval;
         let mut rounds = 0_u64;
-        let mut pause = tokio::time::interval(interval.min(SOON));
+        let mut pause = tokio::time::interval(core.settings().probe.interval.min(SOON));
         pause.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             let now = tokio::select! {
@@ -41,14 +40,16 @@ pub(crate) fn watch(core: Arc<Core>) {
                 now = pause.tick() => now,
             };
             rounds += 1;
+            let probing = core.settings().probe.clone();
+            let interval = probing.interval;
             core.ledger.sweep();
             core.pool.end_quarantines(now);
             for stage in [Stage::Prefill, Stage::Decode] {
                 core.admission.resize(stage, || core.pool.ready(stage));
             }
             for peer in core.pool.all() {
-                let pause = jittered(interval, core.settings.probe.jitter, &peer.id, rounds);
-                if !peer.is_ready() || peer.is_due(now, pause) {
+                let wait = jittered(interval, probing.jitter, &peer.id, rounds);
+                if !peer.is_ready() || peer.is_due(now, wait) {
                     probe_soon(&core, peer);
                 }
             }
@@ -78,7 +79,7 @@ pub(crate) fn probe_soon(core: &Arc<Core>, peer: Arc<Peer>) {
 }
 
 async fn probe_and_warm_up(core: &Arc<Core>, peer: &Arc<Peer>) {
-    if probe(peer, &core.upstream, &core.settings.probe).await {
+    if probe(peer, &core.upstream, &core.settings().probe).await {
         core.pool.relearn();
     }
     warm_up::after_probe(core, peer).await;

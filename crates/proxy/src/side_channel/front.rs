@@ -43,7 +43,7 @@ impl Drop for Front {
 
 /// Keeps a port open for every registered engine until the core stops.
 pub(super) async fn watch(core: Arc<Core>) {
-    let settings = &core.settings.side_channel.front;
+    let settings = &core.settings().side_channel.front;
     let mut ports = Ports::new(settings.ports);
     let mut fronts = BTreeMap::<String, Front>::new();
     let mut serving = JoinSet::new();
@@ -156,7 +156,7 @@ impl Core {
     }
 
     fn fronted(&self, hand_off: &HandedOff, decode: &Peer) -> Option<Bytes> {
-        let settings = &self.settings.side_channel.front;
+        let settings = &self.settings().side_channel.front;
         if !settings.enabled {
             return None;
         }

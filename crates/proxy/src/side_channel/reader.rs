@@ -39,7 +39,7 @@ const LINGER: Duration = Duration::from_secs(60);
 
 /// Looks at the side channels of all ready peers, each in its turn.
 pub(super) async fn watch(core: Arc<Core>) {
-    let pause = core.settings.side_channel.interval;
+    let pause = core.settings().side_channel.interval;
     let mut ticks = interval(pause.min(SOON));
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -104,7 +104,7 @@ async fn look(core: Arc<Core>, peer: Arc<Peer>, due: Due) {
         let _known = core.registry.heartbeat(engine_id, &Heartbeat::default());
     }
     let (state, now) = (outcome.state(), Instant::now());
-    let next = now + core.settings.side_channel.interval;
+    let next = now + core.settings().side_channel.interval;
     core.metrics.side_channel_looked(state);
     let told = format!("{outcome:?}");
     if peer.channels.looked(&due.address, outcome, now, next) {
@@ -209,7 +209,7 @@ fn register(
 ) -> Result<(), Trouble> {
     let ranks =
         payloads.into_iter().map(|((pp_rank, tp_rank), payload)| RankPayload { pp_rank, tp_rank, payload });
-    let ttl = LINGER.max(core.settings.side_channel.interval.saturating_mul(4));
+    let ttl = LINGER.max(core.settings().side_channel.interval.saturating_mul(4));
     let receipt = core.registry.register(Registration {
         engine_id: engine_id.to_owned(),
         base_url: Some(peer.spec.url.clone()),
