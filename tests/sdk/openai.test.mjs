@@ -79,7 +79,9 @@ test("tool calls, whole and streamed", async () => {
     ...body,
     tools: [{ type: "function", function: { ...weather.function, function: (text) => `rain in ${JSON.parse(text).city}` } }],
   });
-  assert.equal((await runner.finalContent()).length, 200);
+  // The simulated engine writes until it may write no more, of which the SDK makes an error.
+  await assert.rejects(runner.finalContent(), /length limit/);
+  assert.ok(runner.messages.some((message) => message.role === "tool" && message.content.startsWith("rain in ")));
 });
 
 test("JSON mode and JSON schema", async () => {

@@ -259,7 +259,7 @@ impl Core {
                 Err(nobody) => return self.without_prefill(failed.unwrap_or(nobody), exchange),
             };
             let peer = Arc::clone(&in_flight.peer);
-            let fault = match self.prefill(request, exchange, in_flight, tries.resent).await {
+            let fault = match self.prefill(request, exchange, in_flight, tries).await {
                 Ok(prefilled) => return prefilled,
                 Err(fault) => fault,
             };
@@ -287,12 +287,15 @@ impl Core {
         request: &ClientRequest,
         exchange: &Exchange,
         in_flight: InFlight,
-        anew: bool,
+        tries: &mut Tries,
     ) -> Result<Result<Option<Lease>, Stopped>, PrefillFault> {
         let peer = Arc::clone(&in_flight.peer);
-        let headers = request_headers(&exchange.headers, &exchange.request_id);
+        tries.prefills += 1;
+        let request_id = exchange.request_id.of_try(tries.prefills);
+        let headers = request_headers(&exchange.headers, &request_id);
         let began = Instant::now();
-        let mut leg = PrefillLeg::start(self, in_flight, request, &exchange.request_id, headers, anew);
+        let mut leg =
+            PrefillLeg::start(self, in_flight, request, &exchange.request_id, headers, tries.resent);
         let (head, answer) = match leg.answer().await {
             Ok(answered) => answered,
             Err(failure) => return Err(PrefillFault::Broke(failure)),
@@ -468,13 +471,15 @@ fn engine_answered(peer: &Peer, status: u16) {
 struct Tries {
     left: u32,
     resent: bool,
+    /// How often a prefill engine was asked.
+    prefills: u32,
     prefill: Vec<Arc<Peer>>,
     decode: Vec<Arc<Peer>>,
 }
 
 impl Tries {
     fn new(settings: &Retry) -> Self {
-        Self { left: settings.attempts, resent: false, prefill: Vec::new(), decode: Vec::new() }
+        Self { left: settings.attempts, resent: false, prefills: 0, prefill: Vec::new(), decode: Vec::new() }
     }
 
     /// Whether a kept connection ended under the request, so that the same engine may be asked once

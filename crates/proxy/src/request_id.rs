@@ -24,6 +24,13 @@ impl RequestId {
         Self(usable.map_or_else(|| Uuid::new_v4().simple().to_string(), str::to_owned))
     }
 
+    /// The id of a request's n-th prefill, the first of which has the request's own: engines of version
+    /// 2 know a hand-off by it alone, and would take two of one request for one.
+    #[must_use]
+    pub(crate) fn of_try(&self, nth: u32) -> Self {
+        if nth > 1 { Self(format!("{}-{nth}", self.0)) } else { self.clone() }
+    }
+
     /// The id.
     #[must_use]
     pub fn as_str(&self) -> &str {
@@ -44,6 +51,13 @@ mod tests {
     #[test]
     fn a_usable_id_is_kept() {
         assert_eq!(RequestId::accept(Some(&HeaderValue::from_static("abc-1"))).as_str(), "abc-1");
+    }
+
+    #[test]
+    fn a_prefill_that_is_tried_again_has_an_id_of_its_own() {
+        let id = RequestId::accept(Some(&HeaderValue::from_static("abc-1")));
+        assert_eq!(id.of_try(1), id);
+        assert_eq!(id.of_try(2).as_str(), "abc-1-2");
     }
 
     #[test]
