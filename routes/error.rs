@@ -21,9 +21,6 @@ use operators::{peer_spec_face, registry_face};
 use crate::access::NotLocal;
 use crate::reload::NotReloaded;
 
-/// Seconds after which a fleet without a ready engine is worth another try: about one probe.
-const RETRY_SECONDS: HeaderValue = HeaderValue::from_static("1");
-
 /// Why a request got an error from the router.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum RouteError {
@@ -222,8 +219,8 @@ impl IntoResponse for RouteError {
             code: face.code,
         };
         let mut response = (status, Json(ErrorBody { error })).into_response();
-        if face.retry {
-            response.headers_mut().insert(RETRY_AFTER, RETRY_SECONDS);
+        if let Some(seconds) = face.retry {
+            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
         }
         if status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));

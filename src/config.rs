@@ -2,6 +2,7 @@
 //! Nothing else in the program reads files or the environment for settings.
 
 mod faults;
+mod health;
 mod layers;
 mod security;
 
@@ -9,8 +10,8 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use kvbaton_proxy::{
-    HandOffPolicy, Limits, Nixl, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, Settings,
-    SideChannelSettings, StoreSettings, Streaming, Timeouts,
+    AdmissionSettings, BreakerSettings, HandOffPolicy, Limits, Nixl, Pairing, PeerSpec, PeerSpecError, Probe,
+    Retry, Role, Settings, SideChannelSettings, StoreSettings, Streaming, Timeouts,
 };
 use serde::{Deserialize, Serialize};
 
@@ -68,6 +69,10 @@ pub struct Config {
     pub probe: Probe,
     /// What happens around the hand-off.
     pub hand_off: HandOffPolicy,
+    /// When failures keep new requests from an engine.
+    pub breaker: BreakerSettings,
+    /// Limits on requests.
+    pub admission: AdmissionSettings,
     /// Which engines are paired.
     pub pairing: Pairing,
     /// The engines' ZMQ side channels.
@@ -106,6 +111,8 @@ impl Default for Config {
             timeouts: Timeouts::default(),
             probe: Probe::default(),
             hand_off: HandOffPolicy::default(),
+            breaker: BreakerSettings::default(),
+            admission: AdmissionSettings::default(),
             pairing: Pairing::default(),
             side_channel: SideChannelSettings::default(),
             retry: Retry::default(),
@@ -201,6 +208,8 @@ impl Config {
             timeouts: self.timeouts.clone(),
             probe: self.probe.clone(),
             hand_off: self.hand_off.clone(),
+            breaker: self.breaker.clone(),
+            admission: self.admission.clone(),
             pairing: self.pairing.clone(),
             side_channel: self.side_channel.clone(),
             retry: self.retry.clone(),
@@ -233,6 +242,7 @@ impl Config {
         };
         let positive = [
             ("timeouts.connect", self.timeouts.connect),
+            ("timeouts.slow_connect", self.timeouts.slow_connect),
             ("timeouts.prefill", self.timeouts.prefill),
             ("timeouts.decode_head", self.timeouts.decode_head),
             ("timeouts.idle", self.timeouts.idle),
@@ -312,6 +322,7 @@ impl Config {
             );
         }
         security::check(self, &mut wrong);
+        health::check(self, &mut wrong);
         if self.embeds_fleet() && (self.fleet.prefill == 0 || self.fleet.decode == 0) {
             wrong("fleet", "needs at least one engine of each role".into(), "set both counts to 1 or more");
         }

@@ -117,6 +117,9 @@ impl Reloader {
         // These have tasks and libraries that were started with them.
         settings.side_channel = self.started.side_channel.clone();
         settings.nixl = self.started.nixl.clone();
+        // What runs and waits is counted by these.
+        settings.admission = self.started.admission.clone();
+        settings.breaker = self.started.breaker.clone();
         let exchange = || {
             let because = |error: kvbaton_proxy::PeerChangeError| {
                 let lines =

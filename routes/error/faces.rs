@@ -1,7 +1,15 @@
 //! How each kind of error looks from outside: status, class, code, parameter.
 
 use http::StatusCode;
-use kvbaton_proxy::{BadRequest, Broken, HandOffRefusal, ProxyError, Stage, UpstreamFailure};
+use kvbaton_proxy::{
+    BadRequest, Broken, Busy, BusyReason, BusyScope, HandOffRefusal, ProxyError, Stage, UpstreamFailure,
+};
+
+/// Seconds after which a fleet without a ready engine is worth another try: about one probe.
+const RETRY_SECONDS: u64 = 1;
+
+/// The longest time after which a client is told to try again, in seconds.
+const LONGEST_RETRY: u64 = 3600;
 
 /// OpenAI's classes of errors, as far as this surface needs them.
 #[derive(Clone, Copy)]
@@ -13,6 +21,7 @@ pub(super) enum Class {
     Unavailable,
     Upstream,
     Server,
+    RateLimit,
 }
 
 impl Class {
@@ -25,6 +34,7 @@ impl Class {
             Self::Unavailable => "unavailable_error",
             Self::Upstream => "upstream_error",
             Self::Server => "server_error",
+            Self::RateLimit => "rate_limit_error",
         }
     }
 }
@@ -37,12 +47,13 @@ pub(super) struct Face {
     pub(super) param: Option<String>,
     /// Replaces the error's own text where that one is for the log.
     pub(super) message: Option<String>,
-    pub(super) retry: bool,
+    /// Seconds after which another try may succeed.
+    pub(super) retry: Option<u64>,
 }
 
 impl Face {
     pub(super) fn new(status: StatusCode, class: Class, code: &'static str) -> Self {
-        Self { status, class, code, param: None, message: None, retry: false }
+        Self { status, class, code, param: None, message: None, retry: None }
     }
 
     pub(super) fn invalid(code: &'static str) -> Self {
@@ -63,7 +74,7 @@ impl Face {
     }
 
     pub(super) fn retry(mut self) -> Self {
-        self.retry = true;
+        self.retry = Some(RETRY_SECONDS);
         self
     }
 }
@@ -83,6 +94,7 @@ pub(super) fn proxy_face(error: &ProxyError) -> Face {
             };
             Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, code).retry()
         }
+        ProxyError::Busy(busy) => busy_face(busy),
         ProxyError::NoCompatiblePair => {
             Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, "no_compatible_pair").retry()
         }
@@ -105,6 +117,20 @@ pub(super) fn proxy_face(error: &ProxyError) -> Face {
     }
 }
 
+fn busy_face(busy: &Busy) -> Face {
+    let code = match (busy.reason, busy.scope) {
+        (BusyReason::Rate, _) => "rate_limit_exceeded",
+        (BusyReason::Late, _) => "queue_timeout",
+        (BusyReason::Full, BusyScope::Stage(Stage::Prefill)) => "prefill_saturated",
+        (BusyReason::Full, BusyScope::Stage(Stage::Decode)) => "decode_saturated",
+        (BusyReason::Full, BusyScope::Model) => "model_saturated",
+        (BusyReason::Full, BusyScope::Key) => "key_saturated",
+    };
+    // A whole number of seconds, never too early.
+    let seconds = (busy.after.as_secs_f64().ceil() as u64).clamp(RETRY_SECONDS, LONGEST_RETRY);
+    Face { retry: Some(seconds), ..Face::new(StatusCode::TOO_MANY_REQUESTS, Class::RateLimit, code) }
+}
+
 pub(super) fn bad_request_face(bad: &BadRequest) -> Face {
     let code = match bad {
         BadRequest::Utf8 { .. } => "invalid_utf8",
@@ -112,6 +138,9 @@ pub(super) fn bad_request_face(bad: &BadRequest) -> Face {
         BadRequest::MissingModel => "model_required",
         BadRequest::WrongType { .. } => "invalid_type",
         BadRequest::InjectedHandOff { .. } => "kv_transfer_params_not_allowed",
+        BadRequest::TooManyTokens { .. } => "max_tokens_too_large",
+        BadRequest::PromptTooLarge { .. } => "prompt_too_large",
+        BadRequest::Priority => "invalid_priority",
         BadRequest::TooManyEdits { .. } => "too_many_repeated_fields",
     };
     Face { param: bad.param().map(str::to_owned), ..Face::invalid(code) }

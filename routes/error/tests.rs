@@ -2,7 +2,8 @@ use std::collections::BTreeSet;
 
 use http_body_util::BodyExt;
 use kvbaton_proxy::{
-    BadRequest, Broken, FieldProblem, HandOffRefusal, Progress, Proxy, Settings, Stage, UpstreamFailure,
+    BadRequest, Broken, Busy, BusyReason, BusyScope, FieldProblem, HandOffRefusal, Progress, Proxy, Settings,
+    Stage, UpstreamFailure,
 };
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -19,6 +20,31 @@ fn bad_request(bad: BadRequest) -> RouteError {
 
 fn hand_off(refusal: HandOffRefusal) -> RouteError {
     ProxyError::HandOff(refusal).into()
+}
+
+fn busy(scope: BusyScope, reason: BusyReason) -> RouteError {
+    ProxyError::Busy(Busy { scope, reason, after: std::time::Duration::from_millis(1200) }).into()
+}
+
+#[tokio::test]
+async fn nobody_is_told_to_come_too_early() {
+    let response = busy(BusyScope::Key, BusyReason::Full).into_response();
+    assert_eq!(response.headers()[RETRY_AFTER], "2");
+}
+
+fn from_admission() -> Vec<(RouteError, u16, &'static str)> {
+    let too_many = BadRequest::TooManyTokens { field: "max_tokens", limit: 1 };
+    vec![
+        (busy(BusyScope::Stage(Stage::Prefill), BusyReason::Full), 429, "prefill_saturated"),
+        (busy(BusyScope::Stage(Stage::Decode), BusyReason::Full), 429, "decode_saturated"),
+        (busy(BusyScope::Model, BusyReason::Full), 429, "model_saturated"),
+        (busy(BusyScope::Key, BusyReason::Full), 429, "key_saturated"),
+        (busy(BusyScope::Key, BusyReason::Rate), 429, "rate_limit_exceeded"),
+        (busy(BusyScope::Stage(Stage::Decode), BusyReason::Late), 429, "queue_timeout"),
+        (bad_request(too_many), 400, "max_tokens_too_large"),
+        (bad_request(BadRequest::PromptTooLarge { bytes: 2, limit: 1 }), 400, "prompt_too_large"),
+        (bad_request(BadRequest::Priority), 400, "invalid_priority"),
+    ]
 }
 
 fn from_the_core() -> Vec<(RouteError, u16, &'static str)> {
@@ -125,7 +151,7 @@ fn every_error() -> Vec<(RouteError, u16, &'static str)> {
     let proxy = Proxy::start(Settings::default(), TaskTracker::new(), stop.clone());
     let malformed = proxy.registry().put("e", 0, 0, Bytes::new()).unwrap_err();
     stop.cancel();
-    [from_the_core(), from_operators(malformed), from_the_surface()].concat()
+    [from_the_core(), from_admission(), from_operators(malformed), from_the_surface()].concat()
 }
 
 #[tokio::test]
@@ -134,7 +160,7 @@ async fn each_error_has_its_status_and_code() {
         let response = error.clone().into_response();
         assert_eq!(response.status().as_u16(), status, "{error:?}");
         let must_wait = response.headers().contains_key(RETRY_AFTER);
-        assert_eq!(must_wait, status == 503, "{error:?}");
+        assert_eq!(must_wait, matches!(status, 429 | 503), "{error:?}");
         let body = response.into_body().collect().await.unwrap().to_bytes();
         let body: serde_json::Value = serde_json::from_slice(&body).unwrap();
         assert_eq!(body["error"]["code"], code, "{error:?}");

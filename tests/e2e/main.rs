@@ -13,6 +13,7 @@
 
 mod abandon;
 mod admin;
+mod admission;
 mod bad_input;
 mod chaos;
 mod credentials;
@@ -20,6 +21,7 @@ mod engine_faults;
 mod field_notes;
 mod fleet;
 mod handoff;
+mod health;
 mod injection;
 mod legs;
 mod malformed_handoff;

@@ -85,7 +85,8 @@ async fn never_reach_decode(generation: Generation) {
         config.generation = generation;
         config.idle_trap = false;
     };
-    let cluster = Cluster::builder().engine(tune).warns(&["hand-off"]).start().await;
+    let cluster =
+        Cluster::builder().engine(tune).warns(&["hand-off"]).may_warn(&["failed too often"]).start().await;
     let expected = single_with(COMPLETIONS, &completion(PROMPT, 6), tune).await.generated();
     for (done, (name, params)) in defects(&sound(&cluster, generation)).into_iter().enumerate() {
         let fault = Fault::HandoffOverride { params };
@@ -121,7 +122,8 @@ fn fail(config: &mut Config) {
 
 #[tokio::test]
 async fn under_the_policy_fail_a_defect_is_a_502() {
-    let cluster = Cluster::builder().config(fail).warns(&["hand-off"]).start().await;
+    let cluster =
+        Cluster::builder().config(fail).warns(&["hand-off"]).may_warn(&["failed too often"]).start().await;
     for (name, params) in defects(&sound(&cluster, Generation::V14)) {
         let fault = Fault::HandoffOverride { params };
         cluster.p().faults().arm(ArmedFault { fault, leg: Leg::Prefill, sticky: false });
@@ -156,21 +158,22 @@ async fn decode_alone(cluster: &Cluster, fault: Fault, result: &str) {
 
 #[tokio::test]
 async fn item_6_a_missing_hand_off_is_counted_and_decode_does_it_alone() {
-    let cluster = Cluster::builder().warns(&["hand-off"]).start().await;
+    let cluster = Cluster::builder().warns(&["hand-off"]).may_warn(&["failed too often"]).start().await;
     decode_alone(&cluster, Fault::DropHandoff, "missing").await;
     cluster.finish().await;
 }
 
 #[tokio::test]
 async fn a_null_hand_off_is_a_missing_one() {
-    let cluster = Cluster::builder().warns(&["hand-off"]).start().await;
+    let cluster = Cluster::builder().warns(&["hand-off"]).may_warn(&["failed too often"]).start().await;
     decode_alone(&cluster, Fault::HandoffOverride { params: Value::Null }, "missing").await;
     cluster.finish().await;
 }
 
 #[tokio::test]
 async fn item_6_under_the_policy_fail_a_missing_hand_off_is_a_502() {
-    let cluster = Cluster::builder().config(fail).warns(&["hand-off"]).start().await;
+    let cluster =
+        Cluster::builder().config(fail).warns(&["hand-off"]).may_warn(&["failed too often"]).start().await;
     cluster.p().faults().arm(ArmedFault { fault: Fault::DropHandoff, leg: Leg::Prefill, sticky: false });
     let answer = cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await;
     cluster.assert_error(&answer, 502, "no_hand_off");
@@ -181,7 +184,7 @@ async fn item_6_under_the_policy_fail_a_missing_hand_off_is_a_502() {
 
 #[tokio::test]
 async fn a_prefill_of_two_tokens_is_refused_and_its_blocks_are_freed() {
-    let cluster = Cluster::builder().warns(&["hand-off"]).start().await;
+    let cluster = Cluster::builder().warns(&["hand-off"]).may_warn(&["failed too often"]).start().await;
     decode_alone(&cluster, Fault::ExtraTokens { count: 1 }, "refused").await;
     cluster.wait_no_blocks().await;
     assert_eq!(cluster.p().stats().kv_expired, 0);
@@ -191,7 +194,7 @@ async fn a_prefill_of_two_tokens_is_refused_and_its_blocks_are_freed() {
 
 #[tokio::test]
 async fn a_hand_off_of_fewer_blocks_than_the_prompt_needs_kills_no_engine() {
-    let cluster = Cluster::builder().warns(&["hand-off"]).start().await;
+    let cluster = Cluster::builder().warns(&["hand-off"]).may_warn(&["failed too often"]).start().await;
     let mut params = sound(&cluster, Generation::V14);
     params["remote_block_ids"] = json!([[1]]);
     decode_alone(&cluster, Fault::HandoffOverride { params }, "refused").await;
@@ -200,7 +203,7 @@ async fn a_hand_off_of_fewer_blocks_than_the_prompt_needs_kills_no_engine() {
 
 #[tokio::test]
 async fn a_hand_off_of_more_tokens_than_the_prompt_has_is_refused() {
-    let cluster = Cluster::builder().warns(&["hand-off"]).start().await;
+    let cluster = Cluster::builder().warns(&["hand-off"]).may_warn(&["failed too often"]).start().await;
     let mut params = sound(&cluster, Generation::V14);
     params["remote_num_tokens"] = json!(PROMPT.len() + 1);
     decode_alone(&cluster, Fault::HandoffOverride { params }, "refused").await;
@@ -213,7 +216,8 @@ async fn item_19_a_hand_off_that_outlived_its_lease_is_never_sent() {
         config.hand_off.lease = Duration::from_nanos(1);
         config.hand_off.lease_margin = Duration::from_secs(5);
     };
-    let cluster = Cluster::builder().config(short).warns(&["hand-off"]).start().await;
+    let cluster =
+        Cluster::builder().config(short).warns(&["hand-off"]).may_warn(&["failed too often"]).start().await;
     assert_eq!(
         cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await.generated(),
         single_text(COMPLETIONS, &completion(PROMPT, 6)).await
@@ -243,7 +247,7 @@ async fn item_66_fields_that_the_router_does_not_know_are_carried_on() {
 
 #[tokio::test]
 async fn item_46_a_hand_off_of_an_engine_that_was_replaced_reaches_nobody() {
-    let cluster = Cluster::builder().warns(&["hand-off"]).start().await;
+    let cluster = Cluster::builder().warns(&["hand-off"]).may_warn(&["failed too often"]).start().await;
     let before = json!({"base_url": cluster.p().url(), "role": "prefill"});
     let path = "/registry/v1/engines/the-one-before";
     let json = ("content-type", "application/json");

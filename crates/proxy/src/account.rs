@@ -4,8 +4,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering};
 
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
+use crate::admission::Permit;
 use crate::metrics::{Metrics, Outcome};
 use crate::request_id::RequestId;
 
@@ -26,6 +28,7 @@ struct Entry {
     outcome: AtomicU8,
     status: AtomicU16,
     sent: AtomicU64,
+    permit: Mutex<Option<Permit>>,
 }
 
 impl Account {
@@ -38,6 +41,7 @@ impl Account {
             outcome: AtomicU8::new(Outcome::Abandoned as u8),
             status: AtomicU16::new(CLIENT_LEFT),
             sent: AtomicU64::new(0),
+            permit: Mutex::default(),
         }))
     }
 
@@ -46,6 +50,18 @@ impl Account {
         self.0.status.store(status, Ordering::Relaxed);
         if self.outcome() == Outcome::Abandoned {
             self.0.outcome.store(Outcome::of_status(status) as u8, Ordering::Relaxed);
+        }
+    }
+
+    /// Keeps the request's places until the account is closed.
+    pub(crate) fn hold(&self, permit: Permit) {
+        *self.0.permit.lock() = Some(permit);
+    }
+
+    /// The request needs no prefill engine any more.
+    pub(crate) fn prefilled(&self) {
+        if let Some(permit) = &mut *self.0.permit.lock() {
+            permit.prefilled();
         }
     }
 

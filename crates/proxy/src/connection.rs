@@ -22,6 +22,8 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tower::Service;
 
+use crate::dial::Dials;
+
 /// How TLS is spoken to engines; clones share it, and it can be exchanged while connections live.
 #[derive(Clone)]
 pub struct EngineTls(Arc<ArcSwap<ClientConfig>>);
@@ -86,6 +88,8 @@ pub(crate) enum ConnectError {
     Tls(#[source] io::Error),
     #[error("the TLS handshake took too long")]
     Slow,
+    #[error("another attempt already waits for the same address")]
+    Crowded,
     #[cfg(test)]
     #[error("the modelled engine takes no connection")]
     Modelled,
@@ -113,18 +117,24 @@ pub(crate) struct Counting {
     #[cfg(test)]
     model: Option<crate::model::World>,
     tls: EngineTls,
+    dials: Dials,
     handshake: Duration,
 }
 
 impl Counting {
-    pub(crate) fn new(tcp: HttpConnector, tls: EngineTls, handshake: Duration) -> Self {
+    pub(crate) fn new(tcp: HttpConnector, tls: EngineTls, dials: Dials, handshake: Duration) -> Self {
         Self {
             tcp,
             #[cfg(test)]
             model: None,
             tls,
+            dials,
             handshake,
         }
+    }
+
+    pub(crate) fn dials(&self) -> &Dials {
+        &self.dials
     }
 
     #[cfg(test)]
@@ -154,9 +164,22 @@ impl Service<Uri> for Counting {
             });
         }
         let (tls, handshake) = (self.tls.clone(), self.handshake);
+        let attempt = self.dials.begin(&uri);
         let connecting = self.tcp.call(uri);
         Box::pin(async move {
-            let tcp = connecting.await.map_err(ConnectError::Tcp)?;
+            let tcp = match &attempt {
+                None => connecting.await,
+                Some(attempt) => tokio::select! {
+                    biased;
+                    connected = connecting => {
+                        attempt.connected();
+                        connected
+                    }
+                    () = attempt.is_one_too_many() => return Err(ConnectError::Crowded),
+                },
+            };
+            let tcp = tcp.map_err(ConnectError::Tcp)?;
+            drop(attempt);
             let stream = if secure {
                 let connector = TlsConnector::from(tls.0.load_full());
                 let shaking = connector.connect(ServerName::try_from(host)?, tcp.into_inner());

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use http::header::HeaderMap;
-use http::{Method, Response};
+use http::{Method, Response, StatusCode};
 use hyper::body::Incoming;
 use tokio::time::Instant;
 
@@ -79,6 +79,7 @@ impl Core {
         let request = ClientRequest::parse(endpoint, body, self.settings().hand_off.client_injected);
         let read = request.map_err(ProxyError::from).and_then(|request| {
             exchange.client.check_model(request.model())?;
+            self.check_size(&request)?;
             Ok(Order { request })
         });
         read.inspect_err(|_| exchange.account.failed(Outcome::ClientError))
@@ -111,10 +112,12 @@ impl Core {
         exchange: &Exchange,
     ) -> Result<Response<RelayBody>, Stopped> {
         let mut tries = Tries::new(&self.settings().retry);
-        // D first: without one, a prefill would only strand blocks.
         self.pool.learn(&self.registry);
+        self.admit(Some(request), exchange).await?;
+        // D first: without one, a prefill would only strand blocks.
         let mut in_flight = self.choose_decode(request, &tries)?;
         let mut lease = self.hand_off(request, exchange, &in_flight.peer, &mut tries).await?;
+        exchange.account.prefilled();
         loop {
             if lease.as_ref().is_some_and(Lease::is_expiring) {
                 lease = None;
@@ -208,11 +211,12 @@ impl Core {
 
     /// Whether an engine that has just dropped a connection takes a new one.
     async fn is_alive(&self, peer: &Peer) -> bool {
+        let settings = self.settings();
         let leg = Leg {
             stage: peer.spec.role.stage(),
             peer,
             method: Method::GET,
-            path: "/health",
+            path: &settings.probe.path,
             headers: own_headers(&RequestId::accept(None)),
             body: Spliced::from(Bytes::new()),
         };
@@ -298,6 +302,9 @@ impl Core {
         };
         self.metrics.prefill_took(began.elapsed().as_secs_f64());
         if head.status().is_client_error() {
+            if head.status() != StatusCode::TOO_MANY_REQUESTS {
+                peer.succeeded();
+            }
             let refusal = relay_whole(head, answer, &exchange.account);
             let made_by = MadeBy::of(&self.settings(), Some(&peer), None);
             return Ok(Err(Stopped::Refused(Box::new(made_by.shown_in(refusal)))));
@@ -305,6 +312,7 @@ impl Core {
         if !head.status().is_success() {
             let status = head.status().as_u16();
             engine_answered(&peer, status);
+            peer.blamed();
             return Err(PrefillFault::Status(status));
         }
         let route = route(&head);
@@ -313,6 +321,7 @@ impl Core {
         let named = accepted.as_ref().map_or_else(|refused| refused.unused.as_deref(), Some);
         if let Some(error) = named.and_then(|named| self.foreign_address(&peer, named, route)) {
             peer.failed("hand-off foreign address", false);
+            peer.blamed();
             let request_id = exchange.request_id.as_str();
             tracing::warn!(request_id, peer = %peer.id, %error, "a hand-off names an address that is not its peer's");
             self.metrics.hand_off_refused(&error);
@@ -332,6 +341,7 @@ impl Core {
             }
             Err(refused) => {
                 peer.failed(&format!("hand-off {}", refused.refusal.label()), false);
+                peer.blamed();
                 if let Some(Ok(unused)) = refused.unused.map(|unused| unused.by_way_of(by_way_of)) {
                     drop(Lease::open(self, unused, &peer, request, &exchange.request_id));
                 }
@@ -410,6 +420,15 @@ impl Core {
             }
         };
         self.metrics.decode_head_took(began.elapsed().as_secs_f64());
+        if answer.status().is_server_error() {
+            match &lease {
+                // With this status an engine also says that it could not read the blocks.
+                Some(lease) if answer.status() == StatusCode::INTERNAL_SERVER_ERROR => {
+                    lease.was_not_read_by(&peer)
+                }
+                _ => peer.blamed(),
+            }
+        }
         if !answer.status().is_success() {
             // Some refusals reach P by themselves and some do not; telling P twice is harmless.
             lease = None;
@@ -434,6 +453,7 @@ impl Core {
         let (stage, kind) = (failure.stage.label(), failure.broken.label());
         if failure.broken.blames_the_engine() {
             peer.failed(kind, failure.broken == Broken::Connect);
+            peer.blamed();
         }
         tracing::warn!(peer = %peer.id, url = %peer.spec.url, stage, kind, "an engine failed");
         ProxyError::Upstream(failure)

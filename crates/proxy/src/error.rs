@@ -1,6 +1,7 @@
 //! What can go wrong with one request, as data: what, whose fault, how far it got.
 //! Never builds a response and never holds an engine's address.
 
+use crate::admission::{Busy, BusyScope};
 use crate::request::BadRequest;
 
 /// The leg of the exchange.
@@ -202,6 +203,9 @@ pub enum ProxyError {
     /// No usable engine for the stage.
     #[error("no {} engine is ready", .0.label())]
     NoPeer(Stage),
+    /// A limit on requests is reached.
+    #[error(transparent)]
+    Busy(Busy),
     /// Engines are ready, but none of them can hand off to another.
     #[error("no prefill engine that is ready can hand off to a decode engine")]
     NoCompatiblePair,
@@ -225,7 +229,10 @@ impl ProxyError {
     pub const fn fault(&self) -> Fault {
         match self {
             Self::BadRequest(_) | Self::ModelDenied { .. } => Fault::Client,
-            Self::NoPeer(stage) => Fault::Fleet(*stage),
+            Self::NoPeer(stage) | Self::Busy(Busy { scope: BusyScope::Stage(stage), .. }) => {
+                Fault::Fleet(*stage)
+            }
+            Self::Busy(_) => Fault::Client,
             Self::NoCompatiblePair => Fault::Fleet(Stage::Prefill),
             Self::Upstream(failure) if failure.broken.blames_the_engine() => Fault::Engine(failure.stage),
             Self::Upstream(_) | Self::ShuttingDown => Fault::Router,

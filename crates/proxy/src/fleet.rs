@@ -103,6 +103,8 @@ impl Core {
     pub(crate) fn count_fleet(&self) {
         self.pool.learn(&self.registry);
         let peers = self.pool.all();
+        self.metrics
+            .health(peers.iter().map(|peer| (peer.spec.role.stage(), peer.id.clone(), peer.health.view())));
         let condition = |peer: &Peer| {
             let standing = &peer.standing;
             match () {

@@ -17,6 +17,7 @@ use crate::error::{Stage, UpstreamFailure};
 use crate::handoff::HandedOff;
 use crate::ledger::{Granted, HandOffState};
 use crate::metrics::{HandOffResult, Way};
+use crate::pool::health;
 use crate::pool::peer::Peer;
 use crate::registry::EngineRecord;
 use crate::request::{ClientRequest, Endpoint};
@@ -150,11 +151,19 @@ impl Lease {
         self
     }
 
+    /// The decode engine failed, most likely because it could not read the blocks.
+    pub(crate) fn was_not_read_by(&self, decode: &Peer) {
+        if let Some(hold) = &self.hold {
+            health::was_not_read(&hold.prefill, decode);
+        }
+    }
+
     /// The decode engine has shown that it read the blocks.
     pub(crate) fn read(mut self) {
         if let Some(hold) = self.hold.take() {
             if let Some(decode) = &hold.decode {
                 decode.knows_engine(&hold.hand_off.engine_id);
+                health::was_read(&hold.prefill, decode);
             }
             hold.core.ledger.close(hold.key, HandOffResult::Relayed);
         }

@@ -3,9 +3,11 @@
 
 mod account;
 mod address;
+mod admission;
 mod answer;
 mod client;
 mod connection;
+mod dial;
 mod disagg;
 mod error;
 mod fleet;
@@ -47,6 +49,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 pub use account::Account;
+pub use admission::{AdmissionSettings, Busy, BusyReason, BusyScope, NamedLimits, StageLimits};
 pub use client::{Client, ModelScope};
 pub use connection::{EngineTls, public_authorities};
 pub use disagg::{Exchange, Order};
@@ -58,8 +61,9 @@ pub use kv_connector::protocol::params::{Generation, TransferMode};
 pub use ledger::{HandOffState, HandOffView};
 pub use metrics::METRICS_CONTENT_TYPE;
 pub use pool::{
-    Authorization, ModelList, OperatorState, PairView, PeerFault, PeerPlace, PeerSpec, PeerSpecError,
-    PeerState, PeerView, QuarantineView, Readiness, Restarts, Role, Verdict, is_host,
+    Authorization, BreakerSettings, BreakerState, HealthView, ModelList, OperatorState, PairView, PeerFault,
+    PeerPlace, PeerSpec, PeerSpecError, PeerState, PeerView, QuarantineView, Readiness, Restarts, Role,
+    Verdict, is_host,
 };
 pub use registry::{
     AboutEngine, ChangeKind, Changes, ClockReading, Echo, EngineRecord, EngineRole, EngineState,
@@ -99,6 +103,7 @@ struct Core {
     store: Store,
     notifier: notify::Notifier,
     retries: retry::Budget,
+    admission: Arc<admission::Admission>,
     side_channels: SideChannels,
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
@@ -147,12 +152,13 @@ impl Proxy {
         });
         let notifier = notify::Notifier::start(settings.nixl.clone(), registry.clone(), &tasks, stop.clone());
         let core = Arc::new(Core {
+            admission: admission::Admission::new(&settings.admission, Arc::clone(&metrics)),
             retries: retry::Budget::new(settings.retry.clone()),
             ledger: Ledger::new(Arc::clone(&metrics)),
             store: Store::start(&settings.store, registry.clone(), &tasks, &stop),
             registry,
             notifier,
-            pool: Pool::new(settings.pairing.clone()),
+            pool: Pool::new(settings.pairing.clone(), settings.breaker.clone(), upstream.dials().clone()),
             side_channels: SideChannels::default(),
             upstream,
             held,
@@ -355,6 +361,7 @@ impl Proxy {
         self.core.metrics.store(&self.core.store.view());
         self.core.metrics.held_bytes(self.core.held.bytes());
         self.core.count_fleet();
+        self.core.admission.count();
         self.core.metrics.encode()
     }
 }

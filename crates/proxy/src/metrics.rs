@@ -1,6 +1,9 @@
 //! The counters and histograms of the router, in one handle that is passed in.
 //! Few labels, each from a closed set; never an address or a request id.
 
+mod admission;
+mod health;
+
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
@@ -11,9 +14,13 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
+use crate::admission::Counts;
 use crate::error::{HandOffRefusal, ProxyError, Stage, UpstreamFailure};
+use crate::pool::HealthView;
 use crate::side_channel::channels::SideChannelState;
 use crate::store::StoreView;
+use admission::AdmissionMetrics;
+use health::PeerHealth;
 
 /// Content type of the metrics page.
 pub const METRICS_CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -147,6 +154,8 @@ pub(crate) struct Metrics {
     retries: Family<StageLabel, Counter>,
     peers: Family<PeerLabels, Gauge>,
     restarts: Family<StageLabel, Gauge>,
+    health: PeerHealth,
+    admission: AdmissionMetrics,
     side_channel_looks: Family<ResultLabel, Counter>,
     front_requests: Family<ResultLabel, Counter>,
     prefill_seconds: Histogram,
@@ -176,6 +185,8 @@ impl Metrics {
             retries: Family::default(),
             peers: Family::default(),
             restarts: Family::default(),
+            health: PeerHealth::default(),
+            admission: AdmissionMetrics::default(),
             side_channel_looks: Family::default(),
             front_requests: Family::default(),
             prefill_seconds: seconds(),
@@ -196,6 +207,8 @@ impl Metrics {
             "Restarts of the present peers' engines that the registry saw",
             metrics.restarts.clone(),
         );
+        metrics.health.register(&mut registry);
+        metrics.admission.register(&mut registry);
         registry.register("requests", "Requests by endpoint, outcome and status; 499 where the client left before its answer was complete", metrics.requests.clone());
         registry.register(
             "handoffs",
@@ -336,6 +349,24 @@ impl Metrics {
         }
     }
 
+    /// Takes in who runs and waits for a stage.
+    pub(crate) fn admission(&self, stage: Stage, counts: Counts) {
+        self.admission.set(stage, counts);
+    }
+
+    pub(crate) fn turned_away(&self, limit: &'static str, reason: &'static str) {
+        self.admission.refused(limit, reason);
+    }
+
+    pub(crate) fn waited(&self, seconds: f64) {
+        self.admission.waited(seconds);
+    }
+
+    /// Takes in how each peer's requests went.
+    pub(crate) fn health(&self, peers: impl Iterator<Item = (Stage, String, HealthView)>) {
+        self.health.set(peers);
+    }
+
     pub(crate) fn request_ended(&self, endpoint: &'static str, status: u16, outcome: Outcome) {
         let labels = RequestLabels { endpoint, outcome: outcome.label(), status: u32::from(status) };
         self.requests.get_or_create(&labels).inc();
@@ -444,6 +475,8 @@ pub(crate) enum Outcome {
     Abandoned,
     /// The router was shutting down, or had no room.
     Cut,
+    /// A limit on requests.
+    Limited,
 }
 
 impl Outcome {
@@ -455,17 +488,19 @@ impl Outcome {
             Self::NoPeer => "no_peer",
             Self::Abandoned => "abandoned",
             Self::Cut => "cut",
+            Self::Limited => "limited",
         }
     }
 
     pub(crate) const fn of_code(code: u8) -> Self {
-        const ALL: [Outcome; 6] = [
+        const ALL: [Outcome; 7] = [
             Outcome::Served,
             Outcome::ClientError,
             Outcome::EngineError,
             Outcome::NoPeer,
             Outcome::Abandoned,
             Outcome::Cut,
+            Outcome::Limited,
         ];
         if (code as usize) < ALL.len() { ALL[code as usize] } else { Self::Abandoned }
     }
@@ -475,6 +510,7 @@ impl Outcome {
             ProxyError::BadRequest(_) | ProxyError::ModelDenied { .. } => Self::ClientError,
             ProxyError::NoPeer(_) | ProxyError::NoCompatiblePair => Self::NoPeer,
             ProxyError::ShuttingDown => Self::Cut,
+            ProxyError::Busy(_) => Self::Limited,
             ProxyError::Upstream(failure) if !failure.broken.blames_the_engine() => Self::Cut,
             ProxyError::Upstream(_) | ProxyError::PrefillFailed(_) | ProxyError::HandOff(_) => {
                 Self::EngineError

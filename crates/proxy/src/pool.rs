@@ -1,9 +1,12 @@
 //! The fleet: peers by role in one snapshot that is swapped whole, and the choice among them.
 
 mod adopt;
+pub(crate) mod breaker;
 mod exchange;
+pub(crate) mod health;
 pub(crate) mod matrix;
 pub(crate) mod operator;
+mod outcome;
 pub(crate) mod pairing;
 pub(crate) mod peer;
 pub(crate) mod probe;
@@ -20,6 +23,9 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 
 pub(crate) use adopt::Adopted;
+pub use breaker::{BreakerSettings, BreakerState};
+use health::Health;
+pub use health::HealthView;
 use matrix::{Matrix, PairKey, pair_key};
 pub use matrix::{PairView, QuarantineView};
 use operator::Operator;
@@ -32,6 +38,7 @@ pub use standing::Restarts;
 use tokio::time::Instant;
 
 use crate::client::ModelScope;
+use crate::dial::Dials;
 use crate::error::{ProxyError, Stage};
 use crate::registry::{Registry, canonical_base_url};
 use crate::request::Endpoint;
@@ -92,17 +99,32 @@ pub(crate) struct Pool {
     /// The registry's revision, and the count of wishes to learn anew, that the matrix is of.
     learnt: [AtomicU64; 2],
     wishes: AtomicU64,
+    breaker: BreakerSettings,
+    dials: Option<Dials>,
 }
 
 impl Pool {
-    pub(crate) fn new(pairing: Pairing) -> Self {
-        Self { pairing: ArcSwap::from_pointee(pairing), wishes: AtomicU64::new(1), ..Self::default() }
+    pub(crate) fn new(pairing: Pairing, breaker: BreakerSettings, dials: Dials) -> Self {
+        Self {
+            pairing: ArcSwap::from_pointee(pairing),
+            breaker,
+            dials: Some(dials),
+            wishes: AtomicU64::new(1),
+            ..Self::default()
+        }
     }
 
     /// Other rules of pairing from now on.
     pub(crate) fn set_pairing(&self, pairing: Pairing) {
         self.pairing.store(Arc::new(pairing));
         self.relearn();
+    }
+
+    /// A new peer whose health is watched as the settings say.
+    fn watched(&self, mut peer: Peer) -> Peer {
+        let dial = self.dials.as_ref().map(|dials| dials.of(peer.authority()));
+        peer.health = Arc::new(Health::new(self.breaker.clone(), dial));
+        peer
     }
 
     /// Adds a peer; it takes requests after its first good probe.
@@ -127,7 +149,7 @@ impl Pool {
         let mut next = Snapshot::clone(&current);
         next.prefill.retain(|peer| !is_here(peer));
         next.decode.retain(|peer| !is_here(peer));
-        let peer = Arc::new(Peer::new(id, spec)?);
+        let peer = Arc::new(self.watched(Peer::new(id, spec)?));
         if self.pairing.load().warm_up {
             peer.warmth.cool();
         }
@@ -297,12 +319,29 @@ impl Pool {
             .chain(&peers[..start])
             .filter(|peer| peer.is_open() && !tried.iter().any(|other| Arc::ptr_eq(other, peer)))
             .collect();
-        let least_busy = |lists: &dyn Fn(&Peer) -> bool| {
-            ready.iter().filter(|peer| lists(peer) && fits(peer)).min_by_key(|peer| peer.in_flight())
+        let now = Instant::now();
+        let mut sound: Vec<&Arc<Peer>> =
+            ready.iter().copied().filter(|peer| peer.health.is_sound(now)).collect();
+        // Where so many fail, the cause is hardly theirs, and the others could not carry it all.
+        if (sound.len() as f64) < self.breaker.floor * ready.len() as f64 {
+            sound.clear();
+        }
+        let least_busy = |among: &[&Arc<Peer>], lists: &dyn Fn(&Peer) -> bool| {
+            let fitting = among.iter().copied().filter(|peer| lists(peer) && fits(peer));
+            fitting.min_by_key(|peer| peer.health.weigh(peer.in_flight(), now)).cloned()
         };
-        let serving = model.and_then(|model| least_busy(&|peer| peer.serves(model)));
-        let entered = match serving.or_else(|| least_busy(&|_| true)) {
-            Some(peer) => peer.enter(),
+        let first = |lists: &dyn Fn(&Peer) -> bool| match least_busy(&sound, lists) {
+            Some(peer) => Some((peer, false)),
+            None => least_busy(&ready, lists).map(|peer| (peer, true)),
+        };
+        let serving = model.and_then(|model| first(&|peer| peer.serves(model)));
+        let entered = match serving.or_else(|| first(&|_| true)) {
+            Some((peer, true)) => peer.enter(),
+            Some((peer, false)) => match peer.try_enter() {
+                Some(entered) => entered,
+                // Another request took the last trial between the look and the step in.
+                None => return self.choose(stage, model, tried, fits),
+            },
             None if ready.is_empty() => return Err(ProxyError::NoPeer(stage)),
             None => return Err(ProxyError::NoCompatiblePair),
         };

@@ -43,6 +43,7 @@ impl Core {
         if let Some(since) = guards.handed_over {
             self.metrics.hand_over_took(since.elapsed().as_secs_f64());
         }
+        guards.engine_served();
         let part = guards.part.take().filter(|_| head.status.is_success());
         if head.status.is_success() {
             guards.was_read();
@@ -76,6 +77,7 @@ impl Core {
     ) -> Result<Response<RelayBody>, ProxyError> {
         exchange.client.check_body(&body)?;
         let body = pass_through_body(body, self.settings().hand_off.client_injected)?;
+        self.admit(None, exchange).await?;
         let in_flight = self.pool.choose(Stage::Decode, None, &[], |_| true)?;
         let peer = Arc::clone(&in_flight.peer);
         let leg = |body| Leg {
@@ -93,6 +95,10 @@ impl Core {
         };
         let answer = sent.map_err(|failure| self.engine_failed(&peer, failure))?;
         let status = answer.status().as_u16();
+        // What else an engine answers on an endpoint that is not known here may be the request's fault.
+        if status == 503 {
+            peer.blamed();
+        }
         let guards = Guards {
             request_id: exchange.request_id.clone(),
             endpoint: Endpoint::Completions,

@@ -151,6 +151,25 @@ pub enum BadRequest {
         /// The top-level field that holds it.
         place: &'static str,
     },
+    /// More tokens than one request may ask for.
+    #[error("`{field}` is more than the {limit} that this router allows")]
+    TooManyTokens {
+        /// The field that asks for them.
+        field: &'static str,
+        /// The most that one may.
+        limit: u64,
+    },
+    /// A larger prompt than one request may have.
+    #[error("the prompt has {bytes} bytes, more than the {limit} that this router allows")]
+    PromptTooLarge {
+        /// How many it has.
+        bytes: usize,
+        /// The most that one may.
+        limit: usize,
+    },
+    /// A priority that is none.
+    #[error("the header `x-kvbaton-priority` must be a whole number from -1000 to 1000")]
+    Priority,
     /// So many repeated fields that rewriting would cost more than the request.
     #[error("the body repeats rewritten fields more than {limit} times")]
     TooManyEdits {
@@ -164,9 +183,14 @@ impl BadRequest {
     pub fn param(&self) -> Option<&'static str> {
         match self {
             Self::MissingModel => Some("model"),
-            Self::WrongType { field, .. } => Some(field),
+            Self::WrongType { field, .. } | Self::TooManyTokens { field, .. } => Some(field),
+            Self::Priority => Some("x-kvbaton-priority"),
             Self::InjectedHandOff { .. } => Some("kv_transfer_params"),
-            Self::Utf8 { .. } | Self::Json { .. } | Self::NotAnObject | Self::TooManyEdits { .. } => None,
+            Self::Utf8 { .. }
+            | Self::Json { .. }
+            | Self::NotAnObject
+            | Self::PromptTooLarge { .. }
+            | Self::TooManyEdits { .. } => None,
         }
     }
 }
@@ -192,7 +216,15 @@ pub struct ClientRequest {
     prompt: Option<Span>,
     prompt_bytes: usize,
     stripped: bool,
+    size: Size,
     plan: Plan,
+}
+
+/// What the limits on single requests look at.
+#[derive(Clone, Copy, Debug, Default)]
+struct Size {
+    max_tokens: Option<(&'static str, u64)>,
+    priority: Option<i64>,
 }
 
 impl ClientRequest {
@@ -216,7 +248,7 @@ impl ClientRequest {
             return Err(BadRequest::InjectedHandOff { place });
         }
         let (bypass, stripped) = (seen.bypass(), plan.injected().is_some());
-        let (from_prefill, prompt) = (seen.wanted_of_prefill(), seen.text);
+        let (from_prefill, prompt, size) = (seen.wanted_of_prefill(), seen.text, seen.size);
         let prompt_bytes = seen.prompt_bytes;
         let model = match seen.model {
             // There the engines use what they serve.
@@ -233,6 +265,7 @@ impl ClientRequest {
             prompt,
             prompt_bytes,
             stripped,
+            size,
             plan,
             body,
         })
@@ -251,6 +284,16 @@ impl ClientRequest {
     /// Whether the engines would stream the answer, reading `stream` as leniently as they do.
     pub fn wants_stream(&self) -> bool {
         self.stream
+    }
+
+    /// The most tokens that it asks for, and the field that does.
+    pub(crate) fn max_tokens(&self) -> Option<(&'static str, u64)> {
+        self.size.max_tokens
+    }
+
+    /// Its `priority`, which engines read too.
+    pub(crate) fn priority(&self) -> Option<i64> {
+        self.size.priority
     }
 
     /// Why the hand-off cannot be shared, if so.

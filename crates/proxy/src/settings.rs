@@ -7,7 +7,9 @@ use std::time::Duration;
 use kv_connector::transport::NixlVersion;
 use serde::{Deserialize, Serialize};
 
+use crate::admission::AdmissionSettings;
 use crate::connection::EngineTls;
+use crate::pool::BreakerSettings;
 use crate::registry_address::RegistryAddress;
 use crate::request::InjectedHandOff;
 use crate::side_channel::settings::SideChannelSettings;
@@ -23,6 +25,10 @@ pub struct Settings {
     pub probe: Probe,
     /// What happens around the hand-off.
     pub hand_off: HandOffPolicy,
+    /// When failures keep new requests from an engine.
+    pub breaker: BreakerSettings,
+    /// Limits on requests.
+    pub admission: AdmissionSettings,
     /// Which engines are paired.
     pub pairing: Pairing,
     /// The engines' ZMQ side channels.
@@ -147,6 +153,9 @@ pub struct Timeouts {
     /// TCP connect to an engine.
     #[serde(with = "humantime_serde")]
     pub connect: Duration,
+    /// How long connecting may take before other requests avoid the engine; only one waits on.
+    #[serde(with = "humantime_serde")]
+    pub slow_connect: Duration,
     /// Whole answer of a prefill leg, from sending to the last byte.
     #[serde(with = "humantime_serde")]
     pub prefill: Duration,
@@ -175,6 +184,7 @@ impl Default for Timeouts {
     fn default() -> Self {
         Self {
             connect: Duration::from_secs(2),
+            slow_connect: Duration::from_millis(300),
             prefill: Duration::from_secs(300),
             decode_head: Duration::from_secs(600),
             idle: Duration::from_secs(300),
@@ -186,7 +196,7 @@ impl Default for Timeouts {
     }
 }
 
-/// Health probing: `GET /health`, `/v1/models` and, once, `/version` of each peer.
+/// Health probing: `GET` of `path`, `/v1/models` and, once, `/version` of each peer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Probe {
@@ -199,11 +209,21 @@ pub struct Probe {
     /// How many probes in a row a ready engine may leave unanswered; a refused connection or a bad
     /// answer counts at once.
     pub patience: u32,
+    /// By which part of itself an interval is longer or shorter, so that not all engines are probed at once.
+    pub jitter: f64,
+    /// The engines' health endpoint.
+    pub path: String,
 }
 
 impl Default for Probe {
     fn default() -> Self {
-        Self { interval: Duration::from_secs(2), timeout: Duration::from_secs(2), patience: 3 }
+        Self {
+            interval: Duration::from_secs(2),
+            timeout: Duration::from_secs(2),
+            patience: 3,
+            jitter: 0.1,
+            path: "/health".to_owned(),
+        }
     }
 }
 

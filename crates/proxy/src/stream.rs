@@ -64,6 +64,13 @@ impl Guards {
         self.account.ended(Outcome::of_status(self.status), self.status);
     }
 
+    /// The answer speaks for the engine that gave it; one that says that it is busy says nothing.
+    pub(crate) fn engine_served(&self) {
+        if self.status < 500 && self.status != 429 {
+            self.in_flight.peer.succeeded();
+        }
+    }
+
     /// The decode engine has shown that it has the blocks.
     pub(crate) fn was_read(&mut self) {
         if let Some(lease) = self.lease.take() {
@@ -104,6 +111,8 @@ struct Live {
     body: Incoming,
     guards: Guards,
     events: Option<Events>,
+    /// The engine said so itself.
+    failed: bool,
     idle: Duration,
     ends: Instant,
     silence: Pin<Box<Sleep>>,
@@ -124,7 +133,7 @@ impl RelayBody {
         let Bounds { idle, ends, cut } = bounds;
         let silence = Box::pin(tokio::time::sleep_until(ends.min(Instant::now() + idle)));
         let cut = Box::pin(cut.cancelled_owned());
-        Self(Kind::Live(Box::new(Live { body, guards, events, idle, ends, silence, cut })))
+        Self(Kind::Live(Box::new(Live { body, guards, events, failed: false, idle, ends, silence, cut })))
     }
 }
 
@@ -222,7 +231,13 @@ impl Live {
                     Sight::Nothing => {}
                     Sight::Token => self.guards.was_read(),
                     // Under 200 this is how an engine says that it could not load the blocks.
-                    Sight::Failure => self.guards.lease = None,
+                    Sight::Failure => {
+                        self.failed = true;
+                        match self.guards.lease.take() {
+                            Some(lease) => lease.was_not_read_by(&self.guards.in_flight.peer),
+                            None => self.guards.in_flight.peer.blamed(),
+                        }
+                    }
                 }
                 data
             }
@@ -245,6 +260,9 @@ impl Live {
 
     fn end(&mut self, last: Last) -> Option<Result<Frame<Bytes>, RelayError>> {
         let finished = self.events.as_ref().is_some_and(Events::is_finished);
+        if !self.failed && (finished || matches!(last, Last::End)) {
+            self.guards.engine_served();
+        }
         match last {
             Last::End => match self.events.as_mut().map(Events::rest) {
                 Some(Err(broken)) => self.broke(broken),
@@ -281,6 +299,7 @@ impl Live {
         self.guards.metrics.stream_broken();
         if broken.blames_the_engine() {
             self.guards.in_flight.peer.failed(broken.label(), false);
+            self.guards.in_flight.peer.blamed();
         }
         self.guards.broke();
         tracing::warn!(

@@ -22,6 +22,7 @@ use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
 use crate::connection::{Counting, EngineTls, Uses};
+use crate::dial::Dials;
 use crate::error::{Broken, Progress, Stage, UpstreamFailure};
 use crate::held::Held;
 use crate::pool::peer::Peer;
@@ -71,6 +72,7 @@ pub(crate) struct Upstream {
     idle: Arc<ArcSwap<Duration>>,
     /// Says in `Via` that a request went through this very router.
     mark: HeaderValue,
+    dials: Dials,
     held: Held,
 }
 
@@ -111,7 +113,14 @@ impl Upstream {
         connector.set_nodelay(true);
         connector.set_connect_timeout(Some(timeouts.connect));
         connector.enforce_http(false);
-        Self::through(Counting::new(connector, tls, timeouts.connect), timeouts, held, tasks)
+        // A host that vanished under a connection says nothing; what it does not acknowledge tells.
+        let vanished = timeouts.connect * 4;
+        connector.set_keepalive(Some(vanished));
+        connector.set_keepalive_interval(Some(timeouts.connect));
+        #[cfg(target_os = "linux")]
+        connector.set_tcp_user_timeout(Some(vanished));
+        let dials = Dials::new(timeouts.slow_connect);
+        Self::through(Counting::new(connector, tls, dials, timeouts.connect), timeouts, held, tasks)
     }
 
     /// Over engines in memory.
@@ -122,23 +131,30 @@ impl Upstream {
         held: Held,
         tasks: TaskTracker,
     ) -> Self {
-        let connector = Counting::new(HttpConnector::new(), EngineTls::default(), timeouts.connect);
+        let dials = Dials::new(timeouts.slow_connect);
+        let connector = Counting::new(HttpConnector::new(), EngineTls::default(), dials, timeouts.connect);
         Self::through(connector.over(model), timeouts, held, tasks)
     }
 
     fn through(connector: Counting, timeouts: &Timeouts, held: Held, tasks: TaskTracker) -> Self {
         let mut builder = Client::builder(Tracked(tasks));
         builder.pool_timer(TokioTimer::new()).timer(TokioTimer::new()).pool_idle_timeout(timeouts.pool_idle);
+        let dials = connector.dials().clone();
         let client = builder.build(connector.clone());
         let fresh = builder.pool_max_idle_per_host(0).build(connector);
         let mark = HeaderValue::try_from(format!("1.1 kvbaton-{}", Uuid::new_v4().simple()));
         let mark = mark.unwrap_or_else(|_| HeaderValue::from_static("1.1 kvbaton"));
-        Self { client, fresh, idle: Arc::new(ArcSwap::from_pointee(timeouts.idle)), held, mark }
+        Self { client, fresh, idle: Arc::new(ArcSwap::from_pointee(timeouts.idle)), held, mark, dials }
     }
 
     /// Another bound on the silence inside answers, for those that begin from now on.
     pub(crate) fn set_idle(&self, idle: Duration) {
         self.idle.store(Arc::new(idle));
+    }
+
+    /// The attempts to connect to the peers' addresses.
+    pub(crate) fn dials(&self) -> &Dials {
+        &self.dials
     }
 
     /// Whether a request went through this router before.

@@ -50,6 +50,7 @@ impl Pool {
                 }
                 None => match new_peer(&next, place) {
                     Ok(peer) => {
+                        let peer = Arc::new(self.watched(peer));
                         if self.pairing.load().warm_up {
                             peer.warmth.cool();
                         }
@@ -93,7 +94,7 @@ fn places(engine: &EngineRecord) -> impl Iterator<Item = PeerPlace> {
     roles.iter().filter_map(move |role| url.clone().map(|url| PeerPlace { url, role: *role }))
 }
 
-fn new_peer(fleet: &Snapshot, place: &PeerPlace) -> Result<Arc<Peer>, super::PeerSpecError> {
+fn new_peer(fleet: &Snapshot, place: &PeerPlace) -> Result<Peer, super::PeerSpecError> {
     let mut id = id_of(place);
     // Two addresses can read alike; the second one is numbered.
     let mut number = 1;
@@ -103,7 +104,7 @@ fn new_peer(fleet: &Snapshot, place: &PeerPlace) -> Result<Arc<Peer>, super::Pee
     }
     let mut peer = Peer::new(id, PeerSpec::new(place.role, place.url.clone()))?;
     peer.standing = Standing::adopted();
-    Ok(Arc::new(peer))
+    Ok(peer)
 }
 
 /// An id made of role and address, so that it is the same at every router and after every restart.

@@ -38,7 +38,9 @@ impl Pool {
         for spec in come {
             let before = old.iter().position(|peer| is_same_place(&peer.spec, &spec));
             let before = before.filter(|position| !kept[*position]);
-            match entered(&mut next, &mut counts, spec, before.map(|position| &old[position])) {
+            match entered(&mut next, &mut counts, spec, before.map(|position| &old[position]), &|peer| {
+                self.watched(peer)
+            }) {
                 Ok(peer) => match before {
                     Some(position) => {
                         kept[position] = true;
@@ -70,6 +72,7 @@ fn entered(
     counts: &mut [usize; 2],
     spec: PeerSpec,
     before: Option<&Arc<Peer>>,
+    watched: &dyn Fn(Peer) -> Peer,
 ) -> Result<Arc<Peer>, PeerSpecError> {
     let id = match (&spec.name, before) {
         (Some(name), _) => checked_name(name)?,
@@ -83,9 +86,10 @@ fn entered(
         return Err(PeerSpecError::Exists { id: twin.id.clone() });
     }
     let adopted = next.all().find(|peer| gives_way(peer)).cloned();
-    let peer = Peer::new(id, spec.clone())?;
+    let mut peer = watched(Peer::new(id, spec.clone())?);
     if let Some(before) = before.or(adopted.as_ref()) {
         peer.learns_from(before);
+        peer.health = Arc::clone(&before.health);
     }
     next.retain(|peer| !gives_way(peer));
     let peer = Arc::new(peer);

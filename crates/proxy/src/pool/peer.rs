@@ -14,6 +14,8 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 use tokio::time::Instant;
 
+use super::breaker::{BreakerSettings, Ticket};
+use super::health::{Health, HealthView};
 use super::pairing::Identity;
 pub use super::spec::{Authorization, PeerSpec, PeerSpecError, Role, is_host};
 use super::standing::{Restarts, Standing};
@@ -94,6 +96,7 @@ pub(crate) struct Peer {
     /// Its URL in canonical spelling.
     pub(crate) address: Option<String>,
     in_flight: AtomicUsize,
+    pub(crate) health: Arc<Health>,
     /// Whether a hand-off of it has named an address that only its own host can use.
     private_address: AtomicBool,
     pub(crate) standing: Standing,
@@ -143,6 +146,7 @@ impl Peer {
             prefix,
             replaced_authorization,
             in_flight: AtomicUsize::new(0),
+            health: Arc::new(Health::new(BreakerSettings::default(), None)),
             private_address: AtomicBool::new(false),
             standing: Standing::default(),
             warmth: Warmth::default(),
@@ -174,6 +178,10 @@ impl Peer {
             .authority(self.authority.clone())
             .path_and_query(joined)
             .build()
+    }
+
+    pub(crate) fn authority(&self) -> &Authority {
+        &self.authority
     }
 
     /// Host part of the URL, without brackets.
@@ -311,8 +319,16 @@ impl Peer {
 
     /// Counts one exchange until the guard is dropped.
     pub(crate) fn enter(self: &Arc<Self>) -> InFlight {
+        let ticket = self.health.enter(true);
         self.in_flight.fetch_add(1, Ordering::SeqCst);
-        InFlight { peer: Arc::clone(self) }
+        InFlight { peer: Arc::clone(self), ticket }
+    }
+
+    /// As [`Peer::enter`], unless its breaker is shut.
+    pub(crate) fn try_enter(self: &Arc<Self>) -> Option<InFlight> {
+        let ticket = self.health.enter(false)?;
+        self.in_flight.fetch_add(1, Ordering::SeqCst);
+        Some(InFlight { peer: Arc::clone(self), ticket: Some(ticket) })
     }
 
     pub(crate) fn view(&self) -> PeerView {
@@ -332,6 +348,7 @@ impl Peer {
             engine_ids: engine_ids.into_iter().collect(),
             in_flight: self.in_flight(),
             accepts: self.is_open(),
+            health: self.health.view(),
             adopted: self.standing.is_adopted(),
             leaving: self.standing.is_leaving(),
             drained: self.standing.is_drained(),
@@ -349,10 +366,14 @@ impl Peer {
 #[derive(Debug)]
 pub(crate) struct InFlight {
     pub(crate) peer: Arc<Peer>,
+    ticket: Option<Ticket>,
 }
 
 impl Drop for InFlight {
     fn drop(&mut self) {
+        if let Some(ticket) = self.ticket {
+            self.peer.health.leave(ticket);
+        }
         self.peer.in_flight.fetch_sub(1, Ordering::SeqCst);
         self.peer.standing.moved.notify_waiters();
     }
@@ -384,6 +405,8 @@ pub struct PeerView {
     pub in_flight: usize,
     /// Whether it gets new requests.
     pub accepts: bool,
+    /// What its own exchanges tell of it.
+    pub health: HealthView,
     /// Whether it came by its engines' registration.
     pub adopted: bool,
     /// Whether its engines are gone and it goes when what it has has ended.

@@ -1,6 +1,7 @@
 //! Watches the peers: one round of probes per interval, all peers at once.
 //! Only a good probe makes a peer ready.
 
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,7 +13,7 @@ use serde_json::value::RawValue;
 
 use super::peer::{Peer, PeerFault, PeerState, ServedModel};
 use crate::Core;
-use crate::error::{Broken, UpstreamFailure};
+use crate::error::{Broken, Stage, UpstreamFailure};
 use crate::request_id::RequestId;
 use crate::settings::Probe;
 use crate::splice::Spliced;
@@ -30,6 +31,7 @@ const SOON: Duration = Duration::from_millis(500);
 pub(crate) fn watch(core: Arc<Core>) {
     let tasks = core.tasks.clone();
     tasks.spawn(async move {
+        let mut rounds = 0_u64;
         let mut pause = tokio::time::interval(core.settings().probe.interval.min(SOON));
         pause.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
@@ -37,16 +39,30 @@ pub(crate) fn watch(core: Arc<Core>) {
                 () = core.stop.cancelled() => return,
                 now = pause.tick() => now,
             };
-            let interval = core.settings().probe.interval;
+            rounds += 1;
+            let probing = core.settings().probe.clone();
+            let interval = probing.interval;
             core.ledger.sweep();
             core.pool.end_quarantines(now);
+            for stage in [Stage::Prefill, Stage::Decode] {
+                core.admission.resize(stage, || core.pool.ready(stage));
+            }
             for peer in core.pool.all() {
-                if !peer.is_ready() || peer.is_due(now, interval) {
+                let wait = jittered(interval, probing.jitter, &peer.id, rounds);
+                if !peer.is_ready() || peer.is_due(now, wait) {
                     probe_soon(&core, peer);
                 }
             }
         }
     });
+}
+
+/// The interval, longer or shorter by at most this part of itself; another one for each peer and round.
+fn jittered(interval: Duration, jitter: f64, id: &str, round: u64) -> Duration {
+    let mut hasher = DefaultHasher::new();
+    (id, round).hash(&mut hasher);
+    let within = hasher.finish() as f64 / u64::MAX as f64;
+    interval.mul_f64(1.0 + jitter * (2.0 * within - 1.0))
 }
 
 /// Probes one peer in a task of its own.
@@ -71,12 +87,14 @@ async fn probe_and_warm_up(core: &Arc<Core>, peer: &Arc<Peer>) {
 
 /// Probes one peer once and records what was seen; whether it shows itself as another one.
 async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) -> bool {
-    let looked = tokio::time::timeout(settings.timeout, look(peer, upstream)).await;
+    let looked = tokio::time::timeout(settings.timeout, look(peer, upstream, &settings.path)).await;
     let outcome = looked.unwrap_or(Err(Unwell::Silent));
     let unwell = outcome.as_ref().err().map(|unwell| (unwell.to_string(), unwell.is_refusal()));
     let mut observed = peer.observed.write();
     let before = observed.state;
     let shown = (observed.models_changed, observed.generation);
+    // An engine that has never answered yet is starting, and is not spared.
+    let had_served = !observed.models.is_empty();
     match outcome {
         Ok(seen) => {
             observed.state = PeerState::Ready;
@@ -109,6 +127,9 @@ async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) -> bool 
     if before != now {
         peer.forget_met();
     }
+    if before == PeerState::Unreachable && now == PeerState::Ready && had_served {
+        peer.health.revived();
+    }
     let (role, url) = (peer.spec.role.stage().label(), &peer.spec.url);
     let Some((reason, refused)) = unwell else {
         if before != now {
@@ -140,7 +161,7 @@ enum Unwell {
     #[error("probe: {}", .0.broken.label())]
     Broken(#[from] UpstreamFailure),
     #[error("probe: {path} answered {status}")]
-    Status { path: &'static str, status: u16 },
+    Status { path: String, status: u16 },
     #[error("probe: the model list is not one")]
     Models,
     #[error("probe: the url leads back to this router")]
@@ -166,18 +187,18 @@ impl Unwell {
     }
 }
 
-async fn look(peer: &Arc<Peer>, upstream: &Upstream) -> Result<Seen, Unwell> {
-    let (status, _) = get(peer, upstream, "/health").await?;
+async fn look(peer: &Arc<Peer>, upstream: &Upstream, health: &str) -> Result<Seen, Unwell> {
+    let (status, _) = get(peer, upstream, health).await?;
     // An engine without the endpoint is alive all the same.
     if !status.is_success() && status != StatusCode::NOT_FOUND {
-        return Err(Unwell::Status { path: "/health", status: status.as_u16() });
+        return Err(Unwell::Status { path: health.to_owned(), status: status.as_u16() });
     }
     let (status, body) = get(peer, upstream, "/v1/models").await?;
     if status == StatusCode::LOOP_DETECTED {
         return Err(Unwell::Itself);
     }
     if !status.is_success() {
-        return Err(Unwell::Status { path: "/v1/models", status: status.as_u16() });
+        return Err(Unwell::Status { path: "/v1/models".to_owned(), status: status.as_u16() });
     }
     let models = read_models(&body)?;
     let version = version(peer, upstream).await.unwrap_or_default();
@@ -200,7 +221,7 @@ pub(crate) async fn version(
 async fn get(
     peer: &Arc<Peer>,
     upstream: &Upstream,
-    path: &'static str,
+    path: &str,
 ) -> Result<(StatusCode, Bytes), UpstreamFailure> {
     let stage = peer.spec.role.stage();
     let leg = || Leg {
@@ -270,6 +291,16 @@ mod tests {
         assert_eq!(generation_of("1.0.0"), Some(Generation::V14));
         assert_eq!(generation_of("0.20.1"), None);
         assert_eq!(generation_of("main"), None);
+    }
+
+    #[test]
+    fn intervals_differ_within_bounds() {
+        let interval = Duration::from_secs(10);
+        let all: Vec<Duration> = (0..200).map(|round| jittered(interval, 0.2, "p1", round)).collect();
+        assert!(all.iter().all(|one| (8.0..=12.0).contains(&one.as_secs_f64())));
+        let spread = all.iter().max().unwrap().saturating_sub(*all.iter().min().unwrap());
+        assert!(spread > Duration::from_secs(2), "{spread:?}");
+        assert_eq!(jittered(interval, 0.0, "p1", 1), interval);
     }
 
     #[test]

@@ -35,6 +35,8 @@ pub(super) enum Field {
     Tools,
     /// What becomes the prompt in the dialects other than completions.
     Conversation,
+    /// How urgent it is.
+    Priority,
     /// A container whose contents engines or SDKs merge into the request; the name is the field's.
     Extra(&'static str),
 }
@@ -88,6 +90,7 @@ impl Field {
             b"previous_response_id" => Self::PreviousResponseId,
             b"tools" => Self::Tools,
             b"messages" | b"input" | b"instructions" | b"system" | b"documents" => Self::Conversation,
+            b"priority" => Self::Priority,
             b"extra_body" => Self::Extra("extra_body"),
             b"vllm_xargs" => Self::Extra("vllm_xargs"),
             b"extra_args" => Self::Extra("extra_args"),
@@ -141,6 +144,16 @@ pub(super) fn is_one(member: &Member<'_>) -> bool {
         Kind::String => member.string().is_some_and(|text| text.trim() == "1"),
         _ => false,
     }
+}
+
+/// A whole number, as leniently as the engines read one.
+pub(super) fn whole(member: &Member<'_>) -> Option<i64> {
+    let number = match member.kind() {
+        Kind::Number => member.raw_value().parse::<f64>().ok()?,
+        Kind::String => member.string()?.trim().parse::<f64>().ok()?,
+        _ => return None,
+    };
+    number.is_finite().then_some(number as i64)
 }
 
 /// Whether the engines surely read the value as zero.

@@ -1,9 +1,11 @@
 //! What the decisions on a request rest on: whether its hand-off can be shared, and what the prefill
 //! engine has to answer itself.
 
-use super::fields::{Field, asks_several_prompts, has_server_tools, is_falsish, is_one, is_zero, lax_bool};
+use super::fields::{
+    Field, asks_several_prompts, has_server_tools, is_falsish, is_one, is_zero, lax_bool, whole,
+};
 use super::plan::FromPrefill;
-use super::{BypassReason, Endpoint};
+use super::{BypassReason, Endpoint, Size};
 use crate::json::{Kind, Member};
 use crate::splice::Span;
 
@@ -13,6 +15,7 @@ use crate::splice::Span;
 pub(super) struct Seen {
     pub(super) model: Option<Option<Box<str>>>,
     pub(super) stream: bool,
+    pub(super) size: Size,
     /// The prompt if it is one text.
     pub(super) text: Option<Span>,
     /// Bytes of all values that become the prompt.
@@ -32,6 +35,7 @@ pub(super) struct Seen {
 impl Seen {
     pub(super) fn note(&mut self, endpoint: Endpoint, field: Field, member: &Member<'_>) {
         let given = member.kind() != Kind::Null;
+        self.measure(field, member);
         if given && field.is_prompt() {
             self.prompt_bytes = self.prompt_bytes.saturating_add(member.value().len());
         }
@@ -49,6 +53,22 @@ impl Seen {
                 Endpoint::Responses => self.note_response(field, member, given),
                 Endpoint::Messages => {}
             },
+        }
+    }
+
+    /// Of limits that stand there twice the larger counts: another engine may read the other.
+    fn measure(&mut self, field: Field, member: &Member<'_>) {
+        let name = match field {
+            Field::MaxTokens => "max_tokens",
+            Field::MaxCompletionTokens => "max_completion_tokens",
+            Field::MaxOutputTokens => "max_output_tokens",
+            Field::Priority => return self.size.priority = whole(member),
+            _ => return,
+        };
+        let asked = whole(member).and_then(|asked| u64::try_from(asked).ok());
+        let most = self.size.max_tokens.map_or(0, |(_, most)| most);
+        if let Some(asked) = asked.filter(|asked| *asked > most) {
+            self.size.max_tokens = Some((name, asked));
         }
     }
 

@@ -1,0 +1,98 @@
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Waker};
+
+use super::*;
+
+type Entering = Pin<Box<dyn Future<Output = Result<Permit, Busy>>>>;
+
+/// One that has begun to wait.
+fn waiting(admission: &Arc<Admission>) -> Entering {
+    let (here, asked) = (Arc::clone(admission), ask());
+    let mut entering: Entering = Box::pin(async move { here.enter(&asked).await });
+    assert!(entering.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    entering
+}
+
+fn admission(requests: usize, longest_wait: Duration) -> Arc<Admission> {
+    let settings = AdmissionSettings {
+        decode: StageLimits { requests, waiting: 2, ..StageLimits::default() },
+        longest_wait,
+        ..AdmissionSettings::default()
+    };
+    Admission::new(&settings, Metrics::new())
+}
+
+fn ask() -> Ask {
+    Ask { scopes: [DECODE, NONE, NONE, NONE], priority: 0, tokens: 1, client: None }
+}
+
+fn counts(admission: &Admission) -> (usize, usize) {
+    let counts = admission.queue.lock().counts(DECODE);
+    (counts.running, counts.waiting)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_place_that_gets_free_goes_to_the_one_that_waits() {
+    let admission = admission(1, Duration::from_secs(10));
+    let first = admission.enter(&ask()).await.unwrap();
+    let second = waiting(&admission);
+    assert_eq!(counts(&admission), (1, 1));
+    drop(first);
+    assert_eq!(counts(&admission), (1, 0));
+    drop(second.await.unwrap());
+    assert_eq!(counts(&admission), (0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_that_leaves_while_it_waits_leaves_no_trace() {
+    let admission = admission(1, Duration::from_secs(10));
+    let first = admission.enter(&ask()).await.unwrap();
+    drop(waiting(&admission));
+    assert_eq!(counts(&admission), (1, 0));
+    let second = waiting(&admission);
+    drop(first);
+    assert_eq!(counts(&admission), (1, 0), "its turn has come");
+    drop(second);
+    assert_eq!(counts(&admission), (0, 0), "a turn that had come is given back");
+}
+
+#[tokio::test(start_paused = true)]
+async fn whose_turn_does_not_come_is_told_so_in_time() {
+    let admission = admission(1, Duration::from_secs(10));
+    let _first = admission.enter(&ask()).await.unwrap();
+    let began = Instant::now();
+    let busy = admission.enter(&ask()).await.unwrap_err();
+    assert_eq!((busy.scope, busy.reason), (BusyScope::Stage(Stage::Decode), BusyReason::Late));
+    assert_eq!(began.elapsed(), Duration::from_secs(10));
+    assert_eq!(counts(&admission), (1, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_prefill_place_is_given_back_first() {
+    let settings = AdmissionSettings::default();
+    let admission = Admission::new(&settings, Metrics::new());
+    let both = Ask { scopes: [PREFILL, DECODE, NONE, NONE], ..ask() };
+    let mut permit = admission.enter(&both).await.unwrap();
+    let running = |scope| admission.queue.lock().counts(scope).running;
+    assert_eq!((running(PREFILL), running(DECODE)), (1, 1));
+    permit.prefilled();
+    permit.prefilled();
+    assert_eq!((running(PREFILL), running(DECODE)), (0, 1));
+    drop(permit);
+    assert_eq!((running(PREFILL), running(DECODE)), (0, 0));
+}
+
+#[test]
+fn priorities_are_whole_numbers_within_bounds() {
+    let of = |text: &str| {
+        let headers =
+            HeaderMap::from_iter([(http::HeaderName::from_static(PRIORITY), text.parse().unwrap())]);
+        priority(&headers, None)
+    };
+    assert_eq!(of("-5"), Ok(-5));
+    assert_eq!(of("1000"), Ok(1000));
+    assert_eq!(of("1001"), Err(BadRequest::Priority));
+    assert_eq!(of("high"), Err(BadRequest::Priority));
+    assert_eq!(priority(&HeaderMap::new(), None), Ok(0));
+}
