@@ -84,9 +84,12 @@ async fn handshakes(plan: &Plan, python: &str) -> (Handshakes, Router) {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let ports = format!("side_channel.front.ports={port}-{port}");
     let (enabled, listen) = ("side_channel.front.enabled=true", "side_channel.front.listen=127.0.0.1");
-    let router = Router::start(&[enabled, listen, &ports]);
+    // A router of its own: engines that come and go at the other one must not have it look for ports.
+    let fronted = Router::start(&[enabled, listen, &ports]);
+    let router = Router::start(&[]);
     let (prefill, decode) = (client(&router), client(&router));
     let payload = payload("measured");
+    client(&fronted).register(&registration("measured", 1, None)).await.unwrap();
     prefill.register(&registration("measured", 1, None)).await.unwrap();
     let mut front = front_of(port).await;
     let mut python = Python::start(python, &payload);
