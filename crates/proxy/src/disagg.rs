@@ -26,6 +26,7 @@ use crate::retry::{self, PrefillFault, Verdict};
 use crate::settings::{OnMissing, Retry};
 use crate::splice::Spliced;
 use crate::stream::{Guards, RelayBody};
+use crate::timeline::Step;
 use crate::upstream::{Leg, own_headers, request_headers, route};
 
 /// What a request brings besides its body.
@@ -76,10 +77,13 @@ impl Core {
         body: Bytes,
     ) -> Result<Order, ProxyError> {
         self.retries.deposit();
+        let bytes = body.len();
         let request = ClientRequest::parse(endpoint, body, self.settings().hand_off.client_injected);
         let read = request.map_err(ProxyError::from).and_then(|request| {
             exchange.client.check_model(request.model())?;
             self.check_size(&request)?;
+            let (model, stream) = (request.model(), request.wants_stream());
+            exchange.account.read(model, stream, bytes, exchange.client.key.as_ref());
             Ok(Order { request })
         });
         read.inspect_err(|_| exchange.account.failed(Outcome::ClientError))
@@ -114,18 +118,20 @@ impl Core {
         let mut tries = Tries::new(&self.settings().retry);
         self.pool.learn(&self.registry);
         self.admit(Some(request), exchange).await?;
+        exchange.account.step(Step::Admitted);
         // D first: without one, a prefill would only strand blocks.
         let mut in_flight = self.choose_decode(request, &tries)?;
+        exchange.account.step_with(&in_flight.peer, Step::DecodeChosen);
         let mut lease = self.hand_off(request, exchange, &in_flight.peer, &mut tries).await?;
         exchange.account.prefilled();
         loop {
             if lease.as_ref().is_some_and(Lease::is_expiring) {
                 lease = None;
-                self.without_hand_off(HandOffRefusal::Expiring, &exchange.request_id)?;
+                self.without_hand_off(HandOffRefusal::Expiring, exchange)?;
             }
             if lease.as_ref().is_some_and(Lease::is_orphaned) {
                 lease = None;
-                self.without_hand_off(HandOffRefusal::EngineGone, &exchange.request_id)?;
+                self.without_hand_off(HandOffRefusal::EngineGone, exchange)?;
             }
             let peer = Arc::clone(&in_flight.peer);
             let made_by = MadeBy::of(&self.settings(), lease.as_ref().and_then(Lease::prefill), Some(&peer));
@@ -241,6 +247,7 @@ impl Core {
         let dialect = (!decode.hands_off_on(request.endpoint())).then_some(BypassReason::Dialect);
         if let Some(reason) = self.bypass(request).or(dialect) {
             self.metrics.bypassed(reason.label());
+            exchange.account.step(Step::Bypassed(reason.label()));
             return Ok(None);
         }
         let choose = |tries: &Tries| {
@@ -250,6 +257,7 @@ impl Core {
         };
         if self.pool.none_hands_off_on(request.endpoint()) {
             self.metrics.bypassed(BypassReason::Dialect.label());
+            exchange.account.step(Step::Bypassed(BypassReason::Dialect.label()));
             return Ok(None);
         }
         let mut failed = None;
@@ -259,6 +267,7 @@ impl Core {
                 Err(nobody) => return self.without_prefill(failed.unwrap_or(nobody), exchange),
             };
             let peer = Arc::clone(&in_flight.peer);
+            exchange.account.step_with(&peer, Step::PrefillChosen);
             let fault = match self.prefill(request, exchange, in_flight, tries).await {
                 Ok(prefilled) => return prefilled,
                 Err(fault) => fault,
@@ -296,10 +305,15 @@ impl Core {
         let began = Instant::now();
         let mut leg =
             PrefillLeg::start(self, in_flight, request, &exchange.request_id, headers, tries.resent);
+        exchange.account.step_with(&peer, Step::PrefillSent);
         let (head, answer) = match leg.answer().await {
             Ok(answered) => answered,
-            Err(failure) => return Err(PrefillFault::Broke(failure)),
+            Err(failure) => {
+                exchange.account.step_with(&peer, Step::PrefillFailed(failure.broken.label()));
+                return Err(PrefillFault::Broke(failure));
+            }
         };
+        exchange.account.step_with(&peer, Step::PrefillAnswered(head.status().as_u16()));
         self.metrics.prefill_took(began.elapsed().as_secs_f64());
         if head.status().is_client_error() {
             if head.status() != StatusCode::TOO_MANY_REQUESTS {
@@ -325,6 +339,7 @@ impl Core {
             let request_id = exchange.request_id.as_str();
             tracing::warn!(request_id, peer = %peer.id, %error, "a hand-off names an address that is not its peer's");
             self.metrics.hand_off_refused(&error);
+            exchange.account.step_with(&peer, Step::HandOffRefused(error.label()));
             return Ok(Err(ProxyError::HandOff(error).into()));
         }
         let settings = self.settings();
@@ -333,6 +348,7 @@ impl Core {
         Ok(match accepted {
             Ok(hand_off) => {
                 self.metrics.decided("disaggregated", "pair");
+                exchange.account.step_with(&peer, Step::HandedOff(hand_off.blocks as u64));
                 self.side_channel_named(&peer, &hand_off);
                 if peer.saw_engine(&hand_off.engine_id) | peer.saw_tp_size(hand_off.channel.tp_size) {
                     self.pool.relearn();
@@ -345,7 +361,7 @@ impl Core {
                 if let Some(Ok(unused)) = refused.unused.map(|unused| unused.by_way_of(by_way_of)) {
                     drop(Lease::open(self, unused, &peer, request, &exchange.request_id));
                 }
-                self.without_hand_off(refused.refusal, &exchange.request_id).map(|()| None)
+                self.without_hand_off(refused.refusal, exchange).map(|()| None)
             }
         })
     }
@@ -356,6 +372,7 @@ impl Core {
             OnMissing::Fail => Err(Stopped::Error(error)),
             OnMissing::DecodeOnly => {
                 self.metrics.bypassed("no_prefill");
+                exchange.account.step(Step::Bypassed("no_prefill"));
                 let request_id = exchange.request_id.as_str();
                 tracing::warn!(request_id, %error, "no prefill engine, the decode engine computes the prompt");
                 Ok(None)
@@ -364,12 +381,13 @@ impl Core {
     }
 
     /// Counts a missing, defective or expiring hand-off and applies the policy for it.
-    fn without_hand_off(&self, refusal: HandOffRefusal, request_id: &RequestId) -> Result<(), Stopped> {
+    fn without_hand_off(&self, refusal: HandOffRefusal, exchange: &Exchange) -> Result<(), Stopped> {
         self.metrics.hand_off_refused(&refusal);
+        exchange.account.step(Step::HandOffRefused(refusal.reason()));
         if self.settings().hand_off.on_missing == OnMissing::DecodeOnly {
             self.metrics.decided("decode_only", refusal.reason());
         }
-        let request_id = request_id.as_str();
+        let request_id = exchange.request_id.as_str();
         match self.settings().hand_off.on_missing {
             OnMissing::Fail => {
                 tracing::warn!(request_id, %refusal, "no usable hand-off, request failed");
@@ -396,6 +414,7 @@ impl Core {
     ) -> Result<(Response<Incoming>, Guards), (UpstreamFailure, Option<Lease>)> {
         let peer = Arc::clone(&in_flight.peer);
         let handed_over = lease.as_ref().and_then(Lease::granted);
+        let from = lease.as_ref().and_then(Lease::prefill).map(|prefill| Arc::clone(&prefill.name));
         let part = lease.as_ref().and_then(Lease::part);
         let leg = Leg {
             stage: Stage::Decode,
@@ -408,6 +427,7 @@ impl Core {
         if let Some(lease) = &mut lease {
             lease.dispatched(&peer);
         }
+        exchange.account.step_with(&peer, Step::DecodeSent);
         let began = Instant::now();
         let head = self.settings().timeouts.decode_head;
         let sent =
@@ -415,11 +435,13 @@ impl Core {
         let answer = match sent {
             Ok(answer) => answer,
             Err(failure) => {
+                exchange.account.step_with(&peer, Step::DecodeFailed(failure.broken.label()));
                 let unseen = retry::after_decode(failure) == Verdict::AgainWithTheSameHandOff;
                 return Err((failure, lease.filter(|_| unseen).map(Lease::unseen)));
             }
         };
         self.metrics.decode_head_took(began.elapsed().as_secs_f64());
+        exchange.account.step_with(&peer, Step::DecodeHead(answer.status().as_u16()));
         if answer.status().is_server_error() {
             match &lease {
                 // With this status an engine also says that it could not read the blocks.
@@ -444,6 +466,7 @@ impl Core {
             status,
             metrics: Arc::clone(&self.metrics),
             handed_over,
+            from,
         };
         Ok((answer, guards))
     }

@@ -16,6 +16,7 @@ use crate::error::{Broken, Progress, ProxyError, Stage, UpstreamFailure};
 use crate::metrics::Outcome;
 use crate::request::{Endpoint, pass_through_body};
 use crate::stream::{Bounds, Events, Guards, RelayBody};
+use crate::timeline::Step;
 use crate::upstream::{Leg, X_DATA_PARALLEL_RANK, request_headers, response_headers};
 
 impl Core {
@@ -40,9 +41,7 @@ impl Core {
         let failure = |broken| UpstreamFailure::new(Stage::Decode, broken, Progress::Answering);
         let whole = timeout_at(ends, self.upstream.collect(Stage::Decode, body, limit)).await;
         let whole = whole.map_err(|_late| failure(Broken::Total))??;
-        if let Some(since) = guards.handed_over {
-            self.metrics.hand_over_took(since.elapsed().as_secs_f64());
-        }
+        guards.began(false);
         guards.engine_served();
         let part = guards.part.take().filter(|_| head.status.is_success());
         if head.status.is_success() {
@@ -78,6 +77,7 @@ impl Core {
         exchange.client.check_body(&body)?;
         let body = pass_through_body(body, self.settings().hand_off.client_injected)?;
         self.admit(None, exchange).await?;
+        exchange.account.step(Step::Admitted);
         let in_flight = self.pool.choose(Stage::Decode, None, &[], |_| true)?;
         let peer = Arc::clone(&in_flight.peer);
         let leg = |body| Leg {
@@ -88,6 +88,7 @@ impl Core {
             headers: self.decode_headers(exchange),
             body,
         };
+        exchange.account.step_with(&peer, Step::DecodeSent);
         let head = self.settings().timeouts.decode_head;
         let sent = match self.upstream.send(leg(body.clone()), head).await {
             Err(failure) if failure.stale => self.upstream.send_anew(leg(body), head).await,
@@ -95,6 +96,7 @@ impl Core {
         };
         let answer = sent.map_err(|failure| self.engine_failed(&peer, failure))?;
         let status = answer.status().as_u16();
+        exchange.account.step_with(&peer, Step::DecodeHead(status));
         // What else an engine answers on an endpoint that is not known here may be the request's fault.
         if status == 503 {
             peer.blamed();
@@ -109,6 +111,7 @@ impl Core {
             status,
             metrics: Arc::clone(&self.metrics),
             handed_over: None,
+            from: None,
         };
         self.relay(answer, guards).await.map_err(|failure| self.engine_failed(&peer, failure))
     }

@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, ArcSwapOption};
 use http::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use http::uri::{Authority, PathAndQuery, Scheme, Uri};
 use kv_connector::protocol::params::Generation;
@@ -16,9 +16,11 @@ use tokio::time::Instant;
 
 use super::breaker::{BreakerSettings, Ticket};
 use super::health::{Health, HealthView};
+use super::load::{EngineLoad, EngineLoadView};
 use super::pairing::Identity;
 pub use super::spec::{Authorization, PeerSpec, PeerSpecError, Role, is_host};
 use super::standing::{Restarts, Standing};
+use super::traffic::Traffic;
 use crate::registry::{EngineState, canonical_base_url};
 use crate::request::Endpoint;
 use crate::side_channel::channels::{Channels, SideChannelView};
@@ -88,6 +90,8 @@ impl PeerFault {
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) id: String,
+    /// The id, for whoever keeps it.
+    pub(crate) name: Arc<str>,
     pub(crate) spec: PeerSpec,
     scheme: Scheme,
     authority: Authority,
@@ -109,6 +113,12 @@ pub(crate) struct Peer {
     pub(crate) identity: ArcSwap<Identity>,
     /// Its side channels as the router reads them.
     pub(crate) channels: Channels,
+    /// What its metrics page said last.
+    pub(crate) load: ArcSwapOption<EngineLoad>,
+    /// What this decode peer was handed off of late.
+    pub(crate) traffic: Traffic,
+    /// Failures that requests met.
+    errors: AtomicU64,
 }
 
 impl Peer {
@@ -138,6 +148,7 @@ impl Peer {
         let observed = Observed { generation: spec.generation, ..Observed::default() };
         let channels = Channels::of(&spec);
         Ok(Self {
+            name: id.as_str().into(),
             id,
             address: canonical_base_url(&spec.url),
             spec,
@@ -155,6 +166,9 @@ impl Peer {
             observed: RwLock::new(observed),
             identity: ArcSwap::default(),
             channels,
+            load: ArcSwapOption::empty(),
+            traffic: Traffic::default(),
+            errors: AtomicU64::new(0),
         })
     }
 
@@ -303,6 +317,7 @@ impl Peer {
     /// Records a failure that a request met; a lost connection makes the peer unreachable until
     /// its next good probe.
     pub(crate) fn failed(&self, kind: &str, unreachable: bool) {
+        self.errors.fetch_add(1, Ordering::Relaxed);
         let mut observed = self.observed.write();
         observed.last_error = Some(PeerFault::now(kind));
         if unreachable {
@@ -310,6 +325,11 @@ impl Peer {
             drop(observed);
             self.forget_met();
         }
+    }
+
+    /// How many failures requests met with it.
+    pub(crate) fn errors(&self) -> u64 {
+        self.errors.load(Ordering::Relaxed)
     }
 
     /// The engine may have restarted: it knows nobody any more.
@@ -358,6 +378,8 @@ impl Peer {
             authorization: self.spec.authorization,
             last_error: observed.last_error.clone(),
             side_channels: self.channels.views(),
+            errors: self.errors(),
+            load: self.load.load().as_ref().map(|load| load.view()),
         }
     }
 }
@@ -425,4 +447,8 @@ pub struct PeerView {
     pub last_error: Option<PeerFault>,
     /// Its ZMQ side channels as the router reads them.
     pub side_channels: Vec<SideChannelView>,
+    /// Failures that requests met with it.
+    pub errors: u64,
+    /// How busy the engine says that it is, if its metrics page is read.
+    pub load: Option<EngineLoadView>,
 }
