@@ -82,7 +82,9 @@ export function table(caption, headings) {
   const body = make("tbody");
   const head = make("tr", {}, ...headings.map((heading) => make("th", { scope: "col" }, heading)));
   const element = make("table", {}, make("caption", { class: "unseen" }, caption), make("thead", {}, head), body);
-  return { element: make("div", { class: "scroll" }, element), body };
+  // Whoever has no mouse scrolls it with the arrows, and so must be able to come to it.
+  const scroll = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, element);
+  return { element: scroll, body };
 }
 
 /** A row of so many cells, the first of them its heading. */

@@ -10,6 +10,17 @@ const JOURNEY = 1400;
 /** Most dots that travel on one curve. */
 const MOST_DOTS = 14;
 
+/** Where on their curves labels stand, in turn. */
+const PLACES = [0.24, 0.5, 0.76];
+
+/** A place on a pair's curve, from 0 to 1. */
+function along(t, from, to, width) {
+  const u = 1 - t;
+  const x = 3 * u * u * t * width * 0.45 + 3 * u * t * t * width * 0.55 + t * t * t * width;
+  const y = (u * u * u + 3 * u * u * t) * from + (3 * u * t * t + t * t * t) * to;
+  return [x, y];
+}
+
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 
 export class Flows {
@@ -94,11 +105,10 @@ export class Flows {
     const count = Math.min(MOST_DOTS, Math.max(1, Math.round((pair.rate * JOURNEY) / 1000)));
     this.pen.fillStyle = this.colours.dot;
     this.pen.globalAlpha = 0.95;
+    // Each pair in a phase of its own, so that they do not march in step.
+    const phase = (pair.prefill.length * 7 + from * 3 + to * 5) / 97;
     for (let dot = 0; dot < count; dot += 1) {
-      const t = (now / JOURNEY + dot / count) % 1;
-      const u = 1 - t;
-      const x = 3 * u * u * t * width * 0.45 + 3 * u * t * t * width * 0.55 + t * t * t * width;
-      const y = (u * u * u + 3 * u * u * t) * from + (3 * u * t * t + t * t * t) * to;
+      const [x, y] = along((now / JOURNEY + phase + dot / count) % 1, from, to, width);
       this.pen.beginPath();
       this.pen.arc(x, y, 3, 0, 2 * Math.PI);
       this.pen.fill();
@@ -111,18 +121,20 @@ export class Flows {
     pen.textAlign = "center";
     pen.textBaseline = "middle";
     const taken = [];
-    for (const [pair, from, to] of labels) {
+    labels.forEach(([pair, from, to], place) => {
       const text = `${rate(pair.rate)}/s · ${millis(pair.mean_ms)}`;
-      let y = (from + to) / 2;
-      while (taken.some((other) => Math.abs(other - y) < 20)) y += 20;
-      taken.push(y);
       const half = pen.measureText(text).width / 2 + 6;
+      const places = width > 300 ? PLACES : [0.5];
+      let [x, y] = along(places[place % places.length], from, to, width);
+      x = Math.min(Math.max(x, half), width - half);
+      while (taken.some((other) => Math.abs(other.x - x) < 2 * half && Math.abs(other.y - y) < 20)) y += 20;
+      taken.push({ x, y });
       pen.globalAlpha = 0.9;
       pen.fillStyle = this.colours.back;
-      pen.fillRect(width / 2 - half, y - 9, 2 * half, 18);
+      pen.fillRect(x - half, y - 9, 2 * half, 18);
       pen.globalAlpha = 1;
       pen.fillStyle = this.colours.text;
-      pen.fillText(text, width / 2, y);
-    }
+      pen.fillText(text, x, y);
+    });
   }
 }

@@ -33,7 +33,8 @@ class Requests {
 
   async show(id) {
     await this.timeline.show(id);
-    this.timeline.element.focus();
+    this.timeline.element.focus({ preventScroll: true });
+    this.timeline.element.scrollIntoView({ block: "nearest" });
   }
 
   draw(fleet) {
@@ -210,7 +211,8 @@ class Matrix {
       body.append(row);
     });
     const caption = make("caption", { class: "unseen" }, "Which prefill peer can hand off to which decode peer");
-    return make("div", { class: "scroll" }, make("table", { class: "grid" }, caption, make("thead", {}, head), body));
+    const region = { class: "scroll", tabindex: "0", role: "region", "aria-label": "Matrix of all pairs" };
+    return make("div", region, make("table", { class: "grid" }, caption, make("thead", {}, head), body));
   }
 }
 
