@@ -11,6 +11,7 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::Core;
 use crate::answer::{for_client, is_binary, is_type};
+use crate::client;
 use crate::disagg::Exchange;
 use crate::error::{Broken, Progress, ProxyError, Stage, UpstreamFailure};
 use crate::metrics::Outcome;
@@ -76,9 +77,13 @@ impl Core {
         body: Bytes,
     ) -> Result<Response<RelayBody>, ProxyError> {
         exchange.client.check_body(&body)?;
+        let whole = body.clone();
         let body = pass_through_body(body, self.settings().hand_off.client_injected)?;
         self.admit(None, exchange).await?;
-        let in_flight = self.pool.choose(Stage::Decode, None, &[], |_| true)?;
+        self.pool.learn(&self.registry);
+        // Engines of a credential for certain models get no request of which that is not known.
+        let model = if self.pool.has_bound() { client::only_model(&whole) } else { None };
+        let in_flight = self.pool.choose(Stage::Decode, model.as_deref(), &[], |_| true)?;
         let peer = Arc::clone(&in_flight.peer);
         let leg = |body| Leg {
             stage: Stage::Decode,
