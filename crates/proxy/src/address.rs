@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use std::ops::RangeInclusive;
 
 use crate::Core;
-use crate::error::HandOffRefusal;
+use crate::handoff::HandedOff;
 use crate::pool::peer::Peer;
 use crate::registry::EngineRecord;
 use crate::settings::AddressCheck;
@@ -14,20 +14,19 @@ use crate::side_channel::channels::ChannelAddress;
 use crate::upstream::Route;
 
 impl Core {
-    /// The refusal of a hand-off whose address is not its peer's, as far as that is to be checked.
-    pub(crate) fn foreign_address(
+    /// Whether a hand-off's address is not its peer's, as far as that is to be checked.
+    pub(crate) fn names_a_stranger(
         &self,
         peer: &Peer,
-        hand_off: &crate::handoff::HandedOff,
+        hand_off: &HandedOff,
         route: Route,
-    ) -> Option<HandOffRefusal> {
-        let check = self.settings().hand_off.address_check;
+        check: AddressCheck,
+    ) -> bool {
         let engine = self.registry.engine(&hand_off.engine_id).map(|engine| Known {
             port: engine.traits.side_channel_port.filter(|_| !self.side_channels.is_ours(&engine)),
             engine,
         });
         is_foreign(check, peer, engine.as_ref(), &hand_off.channel.address, route)
-            .then_some(HandOffRefusal::ForeignAddress)
     }
 }
 
