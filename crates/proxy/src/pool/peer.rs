@@ -21,6 +21,7 @@ use super::pairing::Identity;
 pub use super::spec::{Authorization, PeerSpec, PeerSpecError, Role, is_host};
 use super::standing::{Restarts, Standing};
 use super::traffic::Traffic;
+use crate::notify::{Notifier, NotifyView};
 use crate::registry::{EngineState, canonical_base_url};
 use crate::request::Endpoint;
 use crate::side_channel::channels::{Channels, SideChannelView};
@@ -268,6 +269,19 @@ impl Peer {
         self.observed.read().models.iter().any(|served| served.id == model)
     }
 
+    /// Whether its engines may have requests of a model, by the credential with which they registered. Who
+    /// came by registration serves nothing else; a peer that the settings or an operator named is their word.
+    pub(crate) fn may_have(&self, model: Option<&str>) -> bool {
+        let identity = self.identity.load();
+        let allow = || identity.engines.iter().all(|engine| engine.bound.covers(model));
+        !self.standing.is_adopted() || (!identity.engines.is_empty() && allow())
+    }
+
+    /// Whether its engines may have requests of some models only.
+    pub(crate) fn is_bound(&self) -> bool {
+        !self.may_have(None)
+    }
+
     pub(crate) fn in_flight(&self) -> usize {
         self.in_flight.load(Ordering::SeqCst)
     }
@@ -351,11 +365,13 @@ impl Peer {
         Some(InFlight { peer: Arc::clone(self), ticket: Some(ticket) })
     }
 
-    pub(crate) fn view(&self) -> PeerView {
+    pub(crate) fn view(&self, notifier: &Notifier) -> PeerView {
         let generation = self.generation();
         let observed = self.observed.read();
         let mut engine_ids = self.identity.load().engine_ids();
         engine_ids.extend(observed.engine_ids.iter().cloned());
+        let engines = &self.identity.load().engines;
+        let notify = notifier.view(self.spec.notify, self.spec.nixl_version.as_deref(), engines);
         PeerView {
             id: self.id.clone(),
             role: self.spec.role,
@@ -380,6 +396,7 @@ impl Peer {
             side_channels: self.channels.views(),
             errors: self.errors(),
             load: self.load.load().as_ref().map(|load| load.view()),
+            notify,
         }
     }
 }
@@ -451,4 +468,6 @@ pub struct PeerView {
     pub errors: u64,
     /// How busy the engine says that it is, if its metrics page is read.
     pub load: Option<EngineLoadView>,
+    /// Whether it is told over NIXL of hand-offs that will not be read.
+    pub notify: NotifyView,
 }
