@@ -11,6 +11,7 @@ mod framing;
 mod health;
 mod held;
 mod keep_alive;
+mod log;
 mod openai;
 mod registry;
 mod reload;
@@ -27,6 +28,7 @@ use kvbaton_proxy::{Endpoint, Proxy};
 
 pub use access::{Access, CertificateNames, Credential, Duty, NotLocal, Rules, SecretDigest, SecretError};
 pub use cors::{Cors, NotAnOrigin, Origins};
+pub use log::{LogFault, LogState, Logging};
 pub use reload::{NotReloaded, Reload, Reloaded, SharedLimits};
 
 use crate::access::Gate;
@@ -46,6 +48,8 @@ pub struct State {
     pub limits: SharedLimits,
     /// Reading the settings again.
     pub reload: Reload,
+    /// What the program logs.
+    pub logging: Logging,
 }
 
 /// Bounds on what is read from clients.
@@ -192,6 +196,8 @@ pub const ENDPOINTS: &[EndpointDoc] = &[
     EndpointDoc::guarded(Method::GET, "/admin/compatibility", || get(admin::compatibility)),
     EndpointDoc::guarded(Method::GET, "/admin/handoffs", || get(admin::hand_offs)),
     EndpointDoc::guarded(Method::POST, "/admin/reload", || post(reload::reload)),
+    EndpointDoc::guarded(Method::GET, "/admin/log", || get(log::show)),
+    EndpointDoc::guarded(Method::PUT, "/admin/log", || put(log::change)),
     // Health.
     EndpointDoc::open(Method::GET, "/livez", || get(health::live)),
     EndpointDoc::open(Method::GET, "/readyz", || get(health::ready)),

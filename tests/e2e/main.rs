@@ -24,6 +24,7 @@ mod handoff;
 mod health;
 mod injection;
 mod legs;
+mod logs;
 mod malformed_handoff;
 #[cfg(feature = "nixl")]
 mod nixl;
@@ -50,3 +51,4 @@ mod stream_bounds;
 mod stream_faults;
 mod support;
 mod tls;
+mod traces;

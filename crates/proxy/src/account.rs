@@ -1,15 +1,21 @@
 //! One request's account, from the moment it is read until its answer has gone out or its client has left:
-//! counted once and told in one line. Holds sizes and ids, never content.
+//! counted once, told in one line, and the outermost span of its trace. Holds sizes and ids, never content.
+
+mod leg;
+mod told;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering};
 
+use http::HeaderMap;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use crate::admission::Permit;
-use crate::metrics::{Metrics, Outcome};
+use crate::metrics::{Example, Metrics, Outcome};
 use crate::request_id::RequestId;
+use crate::trace::{Span, Trace, Traces};
+pub(crate) use told::Told;
 
 /// What is said of a client that left before its answer was complete.
 const CLIENT_LEFT: u16 = 499;
@@ -29,10 +35,20 @@ struct Entry {
     status: AtomicU16,
     sent: AtomicU64,
     permit: Mutex<Option<Permit>>,
+    told: Mutex<Told>,
+    trace: Trace,
+    root: Mutex<Span>,
 }
 
 impl Account {
-    pub(crate) fn open(metrics: Arc<Metrics>, request_id: RequestId, endpoint: &'static str) -> Self {
+    pub(crate) fn open(
+        metrics: Arc<Metrics>,
+        traces: &Traces,
+        request_id: RequestId,
+        endpoint: &'static str,
+        headers: &HeaderMap,
+    ) -> Self {
+        let trace = traces.begin(headers);
         Self(Arc::new(Entry {
             metrics,
             request_id,
@@ -42,7 +58,30 @@ impl Account {
             status: AtomicU16::new(CLIENT_LEFT),
             sent: AtomicU64::new(0),
             permit: Mutex::default(),
+            told: Mutex::default(),
+            root: Mutex::new(trace.root(told::root_name(endpoint))),
+            trace,
         }))
+    }
+
+    /// When the request's head had been read.
+    pub(crate) fn began(&self) -> Instant {
+        self.0.began
+    }
+
+    /// The request's trace.
+    pub(crate) fn trace(&self) -> &Trace {
+        &self.0.trace
+    }
+
+    /// The trace that the request's durations are an example of.
+    pub(crate) fn example(&self) -> Example {
+        self.0.trace.sampled()
+    }
+
+    /// Takes in something that the line about the request is to say.
+    pub(crate) fn tell(&self, something: impl FnOnce(&mut Told)) {
+        something(&mut self.0.told.lock());
     }
 
     /// The surface answers with an error of this status. What the core has said of its reason stays.
@@ -89,33 +128,60 @@ impl Account {
 impl Drop for Entry {
     fn drop(&mut self) {
         let outcome = Outcome::of_code(*self.outcome.get_mut());
-        let status = *self.status.get_mut();
-        self.metrics.request_ended(self.endpoint, status, outcome);
-        tracing::info!(
-            request_id = self.request_id.as_str(),
-            endpoint = self.endpoint,
+        let (status, sent) = (*self.status.get_mut(), *self.sent.get_mut());
+        let told = std::mem::take(self.told.get_mut());
+        let took = self.began.elapsed();
+        let model = told.of_model.clone().unwrap_or_else(|| self.metrics.other());
+        self.metrics.request_ended(self.endpoint, &model, status, outcome);
+        model.request_took(took, self.trace.sampled());
+        model.prompt_had(told.prompt_tokens.unwrap_or(0), told.cached_tokens.unwrap_or(0));
+        model.generated(told.output_tokens.unwrap_or(0));
+        let mut root = std::mem::take(self.root.get_mut());
+        if root.is_recorded() {
+            told.describe(&mut root, self.endpoint);
+            root.say("http.response.status_code", || status);
+            root.say("kvbaton.outcome", || outcome.label());
+            root.say("kvbaton.request_id", || self.request_id.as_str());
+            if !matches!(outcome, Outcome::Served | Outcome::ClientError) {
+                root.failed(outcome.label());
+            }
+        }
+        drop(root);
+        told.log(&told::Line {
+            request_id: self.request_id.as_str(),
+            trace_id: self.trace.id(),
+            endpoint: self.endpoint,
             status,
-            outcome = outcome.label(),
-            bytes = *self.sent.get_mut(),
-            seconds = self.began.elapsed().as_secs_f64(),
-            "request ended"
-        );
+            outcome: outcome.label(),
+            sent,
+            took,
+        });
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::metrics::MetricsFormat;
 
     fn closed(tell: impl FnOnce(&Account)) -> String {
         let metrics = Metrics::new();
-        let account = Account::open(Arc::clone(&metrics), RequestId::accept(None), "completions");
+        let account = Account::open(
+            Arc::clone(&metrics),
+            &Traces::default(),
+            RequestId::accept(None),
+            "completions",
+            &HeaderMap::new(),
+        );
         let other = account.clone();
         tell(&account);
         drop(account);
-        assert!(!metrics.encode().contains("kvbaton_requests_total{"), "the other holder may still tell");
+        assert!(
+            !metrics.encode(MetricsFormat::OpenMetrics).contains("kvbaton_requests_total{"),
+            "the other holder may still tell"
+        );
         drop(other);
-        let page = metrics.encode();
+        let page = metrics.encode(MetricsFormat::OpenMetrics);
         let line = page.lines().find(|line| line.starts_with("kvbaton_requests_total{"));
         line.unwrap_or_default().to_owned()
     }

@@ -14,10 +14,11 @@ use crate::account::Account;
 use crate::answer::relay_whole;
 use crate::client::Client;
 use crate::error::{Broken, HandOffRefusal, ProxyError, Stage, UpstreamFailure};
+use crate::flow::Flow;
 use crate::handoff;
 use crate::lease::Lease;
 use crate::made_by::MadeBy;
-use crate::metrics::Outcome;
+use crate::metrics::{Outcome, Took};
 use crate::pool::peer::{InFlight, Peer};
 use crate::prefill::PrefillLeg;
 use crate::request::{BypassReason, ClientRequest, Endpoint};
@@ -76,9 +77,19 @@ impl Core {
         body: Bytes,
     ) -> Result<Order, ProxyError> {
         self.retries.deposit();
+        exchange.account.tell(|told| {
+            told.received = body.len();
+            told.key.clone_from(&exchange.client.key);
+        });
         let request = ClientRequest::parse(endpoint, body, self.settings().hand_off.client_injected);
         let read = request.map_err(ProxyError::from).and_then(|request| {
             exchange.client.check_model(request.model())?;
+            let of_model = self.metrics.of_model(request.model(), || self.pool.serves(request.model()));
+            exchange.account.tell(|told| {
+                told.set_model(request.model());
+                told.of_model = Some(of_model);
+                told.is_stream = request.wants_stream();
+            });
             self.check_size(&request)?;
             Ok(Order { request })
         });
@@ -111,11 +122,12 @@ impl Core {
         request: &ClientRequest,
         exchange: &Exchange,
     ) -> Result<Response<RelayBody>, Stopped> {
-        let mut tries = Tries::new(&self.settings().retry);
+        let mut tries = Tries::new(&self.settings().retry, exchange.account.clone());
         self.pool.learn(&self.registry);
         self.admit(Some(request), exchange).await?;
         // D first: without one, a prefill would only strand blocks.
-        let mut in_flight = self.choose_decode(request, &tries)?;
+        let choose = || self.choose_decode(request, &tries);
+        let mut in_flight = exchange.account.choosing(Stage::Decode, choose)?;
         let mut lease = self.hand_off(request, exchange, &in_flight.peer, &mut tries).await?;
         exchange.account.prefilled();
         loop {
@@ -254,7 +266,7 @@ impl Core {
         }
         let mut failed = None;
         loop {
-            let in_flight = match choose(tries) {
+            let in_flight = match exchange.account.choosing(Stage::Prefill, || choose(tries)) {
                 Ok(in_flight) => in_flight,
                 Err(nobody) => return self.without_prefill(failed.unwrap_or(nobody), exchange),
             };
@@ -292,15 +304,22 @@ impl Core {
         let peer = Arc::clone(&in_flight.peer);
         tries.prefills += 1;
         let request_id = exchange.request_id.of_try(tries.prefills);
-        let headers = request_headers(&exchange.headers, &request_id);
+        let mut headers = request_headers(&exchange.headers, &request_id);
+        exchange.account.tell(|told| told.prefill = Some(Arc::clone(&peer)));
+        let mut span = exchange.account.leg(Stage::Prefill, &peer, &mut headers);
         let began = Instant::now();
         let mut leg =
             PrefillLeg::start(self, in_flight, request, &exchange.request_id, headers, tries.resent);
         let (head, answer) = match leg.answer().await {
             Ok(answered) => answered,
-            Err(failure) => return Err(PrefillFault::Broke(failure)),
+            Err(failure) => {
+                span.failed(failure.broken.label());
+                return Err(PrefillFault::Broke(failure));
+            }
         };
-        self.metrics.prefill_took(began.elapsed().as_secs_f64());
+        self.metrics.took(Took::Prefill, began.elapsed(), exchange.account.example());
+        exchange.account.tell(|told| told.prefilled = Some(began.elapsed()));
+        span.say("http.response.status_code", || head.status().as_u16());
         if head.status().is_client_error() {
             if head.status() != StatusCode::TOO_MANY_REQUESTS {
                 peer.succeeded();
@@ -332,6 +351,11 @@ impl Core {
         let accepted = accepted.and_then(|hand_off| Ok(hand_off.by_way_of(by_way_of)?));
         Ok(match accepted {
             Ok(hand_off) => {
+                exchange.account.tell(|told| {
+                    told.prompt_tokens = hand_off.prompt_tokens;
+                    told.cached_tokens = hand_off.part.cached_tokens;
+                });
+                span.say("kvbaton.blocks", || hand_off.blocks);
                 self.metrics.decided("disaggregated", "pair");
                 self.side_channel_named(&peer, &hand_off);
                 if peer.saw_engine(&hand_off.engine_id) | peer.saw_tp_size(hand_off.channel.tp_size) {
@@ -340,6 +364,7 @@ impl Core {
                 Ok(Some(Lease::open(self, hand_off, &peer, request, &exchange.request_id)))
             }
             Err(refused) => {
+                span.failed(refused.refusal.label());
                 peer.failed(&format!("hand-off {}", refused.refusal.label()), false);
                 peer.blamed();
                 if let Some(Ok(unused)) = refused.unused.map(|unused| unused.by_way_of(by_way_of)) {
@@ -397,29 +422,37 @@ impl Core {
         let peer = Arc::clone(&in_flight.peer);
         let handed_over = lease.as_ref().and_then(Lease::granted);
         let part = lease.as_ref().and_then(Lease::part);
+        exchange.account.tell(|told| {
+            told.prefill = lease.as_ref().and_then(Lease::prefill).cloned();
+            told.decode = Some(Arc::clone(&peer));
+        });
+        let mut headers = self.decode_headers(exchange);
+        let span = exchange.account.leg(Stage::Decode, &peer, &mut headers);
+        let model = exchange.account.of_model();
+        let mut flow = Flow::begin(&exchange.account, &self.metrics, model, span, handed_over);
         let leg = Leg {
             stage: Stage::Decode,
             peer: &peer,
             method: Method::POST,
             path: request.endpoint().path(),
-            headers: self.decode_headers(exchange),
+            headers,
             body: request.decode_body(lease.as_ref().and_then(|lease| lease.raw_for(&peer))),
         };
         if let Some(lease) = &mut lease {
             lease.dispatched(&peer);
         }
-        let began = Instant::now();
         let head = self.settings().timeouts.decode_head;
         let sent =
             if anew { self.upstream.send_anew(leg, head).await } else { self.upstream.send(leg, head).await };
         let answer = match sent {
             Ok(answer) => answer,
             Err(failure) => {
+                flow.failed(failure.broken.label());
                 let unseen = retry::after_decode(failure) == Verdict::AgainWithTheSameHandOff;
                 return Err((failure, lease.filter(|_| unseen).map(Lease::unseen)));
             }
         };
-        self.metrics.decode_head_took(began.elapsed().as_secs_f64());
+        flow.answered(answer.status().as_u16());
         if answer.status().is_server_error() {
             match &lease {
                 // With this status an engine also says that it could not read the blocks.
@@ -443,7 +476,7 @@ impl Core {
             account: exchange.account.clone(),
             status,
             metrics: Arc::clone(&self.metrics),
-            handed_over,
+            flow,
         };
         Ok((answer, guards))
     }
@@ -469,6 +502,7 @@ fn engine_answered(peer: &Peer, status: u16) {
 
 /// The engines that have failed one request, and how often it may still be tried again.
 struct Tries {
+    account: Account,
     left: u32,
     resent: bool,
     /// How often a prefill engine was asked.
@@ -478,8 +512,9 @@ struct Tries {
 }
 
 impl Tries {
-    fn new(settings: &Retry) -> Self {
-        Self { left: settings.attempts, resent: false, prefills: 0, prefill: Vec::new(), decode: Vec::new() }
+    fn new(settings: &Retry, account: Account) -> Self {
+        let (prefill, decode) = (Vec::new(), Vec::new());
+        Self { account, left: settings.attempts, resent: false, prefills: 0, prefill, decode }
     }
 
     /// Whether a kept connection ended under the request, so that the same engine may be asked once
@@ -493,6 +528,7 @@ impl Tries {
         if granted {
             self.left -= 1;
             core.metrics.retried(stage);
+            self.account.tell(|told| told.retries += 1);
         }
         granted
     }

@@ -17,6 +17,7 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 use crate::account::Account;
 use crate::error::{Broken, Progress, Stage, UpstreamFailure};
+use crate::flow::Flow;
 use crate::lease::Lease;
 use crate::metrics::{Metrics, Outcome};
 use crate::pool::peer::InFlight;
@@ -53,8 +54,8 @@ pub(crate) struct Guards {
     /// The answer's status.
     pub(crate) status: u16,
     pub(crate) metrics: Arc<Metrics>,
-    /// When the prefill answer came, until the first byte of this one.
-    pub(crate) handed_over: Option<Instant>,
+    /// What is measured of it.
+    pub(crate) flow: Box<Flow>,
 }
 
 impl Guards {
@@ -220,16 +221,18 @@ impl Live {
             return Err(Last::Broken(Broken::Total));
         }
         self.silence.as_mut().reset(self.ends.min(now + self.idle));
-        if let Some(since) = self.guards.handed_over.take() {
-            self.guards.metrics.hand_over_took(since.elapsed().as_secs_f64());
-        }
+        self.guards.flow.came(now);
+        let mut tokens = false;
         let data = match &mut self.events {
             None => data,
             Some(events) => {
                 let (data, sight) = events.take(data).map_err(Last::Broken)?;
                 match sight {
                     Sight::Nothing => {}
-                    Sight::Token => self.guards.was_read(),
+                    Sight::Token => {
+                        tokens = true;
+                        self.guards.was_read();
+                    }
                     // Under 200 this is how an engine says that it could not load the blocks.
                     Sight::Failure => {
                         self.failed = true;
@@ -242,6 +245,7 @@ impl Live {
                 data
             }
         };
+        self.guards.flow.passed(now, &data, tokens);
         self.guards.account.sent(data.len());
         if self.events.as_ref().is_some_and(Events::is_finished) {
             // Clients may leave at the mark without waiting for the body's end.
@@ -283,6 +287,7 @@ impl Live {
             Last::Broken(broken) => self.broke(broken),
             Last::Cut => {
                 self.guards.lease = None;
+                self.guards.flow.failed("cut");
                 self.guards.account.ended(Outcome::Cut, self.guards.status);
                 self.guards.metrics.stream_cut();
                 Some(match self.events {
@@ -297,6 +302,7 @@ impl Live {
         let failure = UpstreamFailure::new(Stage::Decode, broken, Progress::Answering);
         self.guards.metrics.upstream_failed(failure);
         self.guards.metrics.stream_broken();
+        self.guards.flow.failed(broken.label());
         if broken.blames_the_engine() {
             self.guards.in_flight.peer.failed(broken.label(), false);
             self.guards.in_flight.peer.blamed();
