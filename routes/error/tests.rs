@@ -74,10 +74,10 @@ fn from_the_core() -> Vec<(RouteError, u16, &'static str)> {
         (upstream(Stage::Decode, Broken::TooLarge), 502, "upstream_too_large"),
         (ProxyError::PrefillFailed(500).into(), 502, "prefill_failed"),
         (hand_off(HandOffRefusal::Missing), 502, "no_hand_off"),
-        (hand_off(HandOffRefusal::Garbage), 502, "bad_hand_off"),
-        (hand_off(HandOffRefusal::TokenCount(Some(2))), 502, "bad_hand_off"),
-        (hand_off(HandOffRefusal::Coverage { covered: 9, prompt: 8 }), 502, "bad_hand_off"),
-        (hand_off(HandOffRefusal::NoPromptLogprobs), 502, "bad_hand_off"),
+        (hand_off(HandOffRefusal::Garbage), 502, "bad_handoff"),
+        (hand_off(HandOffRefusal::TokenCount(Some(2))), 502, "bad_handoff"),
+        (hand_off(HandOffRefusal::Coverage { covered: 9, prompt: 8 }), 502, "bad_handoff"),
+        (hand_off(HandOffRefusal::NoPromptLogprobs), 502, "bad_handoff"),
         (hand_off(HandOffRefusal::Expiring), 502, "hand_off_expired"),
     ]
 }

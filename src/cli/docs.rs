@@ -41,7 +41,11 @@ const NIXL: [[&str; 3]; 8] = [
     ["vllm:nixl_num_descriptors", "histogram", "Descriptors of one transfer"],
     ["vllm:nixl_num_failed_transfers_total", "counter", "Transfers that failed"],
     ["vllm:nixl_num_failed_notifications_total", "counter", "Notifications that could not be sent"],
-    ["vllm:nixl_num_kv_expired_reqs_total", "counter", "Requests whose blocks no decode engine had read in time"],
+    [
+        "vllm:nixl_num_kv_expired_reqs_total",
+        "counter",
+        "Requests whose blocks no decode engine had read in time",
+    ],
     [
         "vllm:nixl_num_notifications_after_expiry_total",
         "counter",
@@ -89,7 +93,10 @@ mod tests {
     fn named(text: &str) -> BTreeSet<String> {
         let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
         let words = text.split(|c| !is_part(c));
-        words.filter(|word| word.starts_with("kvbaton_") || word.starts_with("vllm:")).map(str::to_owned).collect()
+        words
+            .filter(|word| word.starts_with("kvbaton_") || word.starts_with("vllm:"))
+            .map(str::to_owned)
+            .collect()
     }
 
     fn known() -> BTreeSet<String> {

@@ -25,7 +25,7 @@ use tokio::net::TcpListener;
 pub(crate) use client::{Answer, events, http as http_client, stream_text};
 pub(crate) use collector::{Collector, Mood, attribute};
 #[cfg(feature = "etcd")]
-pub(crate) use etcd::{Etcd, Gate as EtcdGate};
+pub(crate) use etcd::{Etcd, EtcdTls, Gate as EtcdGate};
 pub(crate) use fake::{FakeEngine, Gate, Step, chunk, http_answer, sse_head};
 pub(crate) use log::Log;
 pub(crate) use pki::{Authority, Front, Identity, TlsWire};

@@ -156,7 +156,7 @@ impl Proxy {
             state.quarantined.remove(id);
             state.removed.extend(place);
         });
-        let view = self.core.pool.remove(id)?;
+        let view = self.core.pool.remove(id)?.view(&self.core.notifier);
         self.core.side_channels_forgotten(&peer);
         Some(view)
     }
@@ -190,7 +190,7 @@ impl Proxy {
             in_flight: peer.in_flight(),
             handoffs: core.ledger.of_peer(&peer.id),
             seconds: began.elapsed().as_secs_f64(),
-            peer: peer.view(),
+            peer: peer.view(&core.notifier),
         })
     }
 
@@ -202,7 +202,7 @@ impl Proxy {
             state.quarantined.insert(peer.id.clone());
         });
         self.core.pool.mark();
-        Some(peer.view())
+        Some(peer.view(&self.core.notifier))
     }
 
     /// Ends what keeps a peer from requests or hand-offs: draining, quarantine, and the quarantines
@@ -216,7 +216,7 @@ impl Proxy {
         });
         self.core.pool.mark();
         self.core.pool.end_quarantines_of(&peer);
-        Some(peer.view())
+        Some(peer.view(&self.core.notifier))
     }
 
     /// What operators have decided.

@@ -62,6 +62,7 @@ pub use kv_connector::fit::EngineTraits;
 pub use kv_connector::protocol::params::{Generation, TransferMode};
 pub use ledger::{HandOffState, HandOffView};
 pub use metrics::{MetricDoc, MetricsFormat, metric_docs, metrics_table};
+pub use notify::NotifyView;
 pub use pool::{
     Authorization, BreakerSettings, BreakerState, HealthView, ModelList, OperatorState, PairView, PeerFault,
     PeerPlace, PeerSpec, PeerSpecError, PeerState, PeerView, QuarantineView, Readiness, Restarts, Role,
@@ -91,7 +92,7 @@ use ledger::Ledger;
 use metrics::Metrics;
 use pool::Pool;
 use side_channel::SideChannels;
-use store::{Storage as _, Store};
+use store::Storage;
 use upstream::Upstream;
 
 /// What every part of the core shares.
@@ -103,7 +104,7 @@ struct Core {
     held: Held,
     ledger: Ledger,
     registry: Registry,
-    store: Store,
+    store: Box<dyn Storage>,
     notifier: notify::Notifier,
     retries: retry::Budget,
     admission: Arc<admission::Admission>,
@@ -158,7 +159,7 @@ impl Proxy {
             admission: admission::Admission::new(&settings.admission, Arc::clone(&metrics)),
             retries: retry::Budget::new(settings.retry.clone()),
             ledger: Ledger::new(Arc::clone(&metrics)),
-            store: Store::start(&settings.store, registry.clone(), &tasks, &stop),
+            store: store::start(&settings.store, registry.clone(), &tasks, &stop),
             registry,
             notifier,
             pool: Pool::new(settings.pairing.clone(), settings.breaker.clone(), upstream.dials().clone()),
@@ -246,13 +247,13 @@ impl Proxy {
     #[must_use]
     pub fn peers(&self) -> Vec<PeerView> {
         self.core.pool.learn(&self.core.registry);
-        self.core.pool.all().iter().map(|peer| peer.view()).collect()
+        self.core.pool.all().iter().map(|peer| peer.view(&self.core.notifier)).collect()
     }
 
     /// One peer.
     #[must_use]
     pub fn peer(&self, id: &str) -> Option<PeerView> {
-        self.core.pool.get(id).map(|peer| peer.view())
+        self.core.pool.get(id).map(|peer| peer.view(&self.core.notifier))
     }
 
     /// Adds a peer and probes it at once; it takes requests after its first good probe.
@@ -261,7 +262,7 @@ impl Proxy {
     /// The description cannot be used, or such a peer exists.
     pub fn add_peer(&self, spec: PeerSpec) -> Result<PeerView, PeerSpecError> {
         let peer = self.core.pool.add(spec)?;
-        let view = peer.view();
+        let view = peer.view(&self.core.notifier);
         if peer.spec.notify {
             self.core.notifier.prepare();
         }

@@ -11,11 +11,13 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::Core;
 use crate::answer::{for_client, is_binary, is_type};
+use crate::client;
 use crate::disagg::Exchange;
 use crate::error::{Broken, Progress, ProxyError, Stage, UpstreamFailure};
 use crate::flow::Flow;
 use crate::metrics::Outcome;
 use crate::request::{Endpoint, pass_through_body};
+use crate::settings::Settings;
 use crate::stream::{Bounds, Events, Guards, RelayBody};
 use crate::upstream::{Leg, X_DATA_PARALLEL_RANK, request_headers, response_headers};
 
@@ -24,13 +26,14 @@ impl Core {
     /// at all and without the hand-off; everything else passes as it comes.
     pub(crate) async fn relay(
         &self,
+        settings: &Settings,
         answer: Response<Incoming>,
         mut guards: Guards,
     ) -> Result<Response<RelayBody>, UpstreamFailure> {
         let (mut head, body) = answer.into_parts();
         response_headers(&mut head.headers);
-        let ends = Instant::now() + self.settings().timeouts.total;
-        let limit = self.settings().limits.answer_bytes;
+        let ends = Instant::now() + settings.timeouts.total;
+        let limit = settings.limits.answer_bytes;
         let is_stream = is_type(&head.headers, b"text/event-stream");
         if is_stream || is_binary(&head.headers) {
             if is_stream {
@@ -82,13 +85,18 @@ impl Core {
             told.key.clone_from(&exchange.client.key);
         });
         exchange.client.check_body(&body)?;
-        let body = pass_through_body(body, self.settings().hand_off.client_injected)?;
-        self.admit(None, exchange).await?;
-        let choose = || self.pool.choose(Stage::Decode, None, &[], |_| true);
+        let settings = self.settings();
+        let whole = body.clone();
+        let body = pass_through_body(body, settings.hand_off.client_injected)?;
+        self.admit(&settings, None, exchange).await?;
+        self.pool.learn(&self.registry);
+        // Engines of a credential for certain models get no request of which that is not known.
+        let model = if self.pool.has_bound() { client::only_model(&whole) } else { None };
+        let choose = || self.pool.choose(Stage::Decode, model.as_deref(), &[], |_| true);
         let in_flight = exchange.account.choosing(Stage::Decode, choose)?;
         let peer = Arc::clone(&in_flight.peer);
         exchange.account.tell(|told| told.decode = Some(Arc::clone(&peer)));
-        let mut headers = self.decode_headers(exchange);
+        let mut headers = decode_headers(&settings, exchange);
         let span = exchange.account.leg(Stage::Decode, &peer, &mut headers);
         let mut flow = Flow::begin(&exchange.account, &self.metrics, self.metrics.other(), span, None);
         let leg = |body| Leg {
@@ -99,7 +107,7 @@ impl Core {
             headers: headers.clone(),
             body,
         };
-        let head = self.settings().timeouts.decode_head;
+        let head = settings.timeouts.decode_head;
         let sent = match self.upstream.send(leg(body.clone()), head).await {
             Err(failure) if failure.stale => self.upstream.send_anew(leg(body), head).await,
             sent => sent,
@@ -125,17 +133,17 @@ impl Core {
             metrics: Arc::clone(&self.metrics),
             flow,
         };
-        self.relay(answer, guards).await.map_err(|failure| self.engine_failed(&peer, failure))
+        self.relay(&settings, answer, guards).await.map_err(|failure| self.engine_failed(&peer, failure))
     }
+}
 
-    /// The client's headers for a decode engine; the peer's own rank, if it has one, is set later.
-    pub(crate) fn decode_headers(&self, exchange: &Exchange) -> HeaderMap {
-        let mut headers = request_headers(&exchange.headers, &exchange.request_id);
-        if self.settings().pairing.client_dp_rank
-            && let Some(rank) = exchange.headers.get(X_DATA_PARALLEL_RANK)
-        {
-            headers.insert(X_DATA_PARALLEL_RANK, rank.clone());
-        }
-        headers
+/// The client's headers for a decode engine; the peer's own rank, if it has one, is set later.
+pub(crate) fn decode_headers(settings: &Settings, exchange: &Exchange) -> HeaderMap {
+    let mut headers = request_headers(&exchange.headers, &exchange.request_id);
+    if settings.pairing.client_dp_rank
+        && let Some(rank) = exchange.headers.get(X_DATA_PARALLEL_RANK)
+    {
+        headers.insert(X_DATA_PARALLEL_RANK, rank.clone());
     }
+    headers
 }

@@ -19,6 +19,7 @@ use super::health::{Health, HealthView};
 use super::pairing::Identity;
 pub use super::spec::{Authorization, PeerSpec, PeerSpecError, Role, is_host};
 use super::standing::{Restarts, Standing};
+use crate::notify::{Notifier, NotifyView};
 use crate::registry::{EngineState, canonical_base_url};
 use crate::request::Endpoint;
 use crate::side_channel::channels::{Channels, SideChannelView};
@@ -254,6 +255,19 @@ impl Peer {
         self.observed.read().models.iter().any(|served| served.id == model)
     }
 
+    /// Whether its engines may have requests of a model, by the credential with which they registered. Who
+    /// came by registration serves nothing else; a peer that the settings or an operator named is their word.
+    pub(crate) fn may_have(&self, model: Option<&str>) -> bool {
+        let identity = self.identity.load();
+        let allow = || identity.engines.iter().all(|engine| engine.bound.covers(model));
+        !self.standing.is_adopted() || (!identity.engines.is_empty() && allow())
+    }
+
+    /// Whether its engines may have requests of some models only.
+    pub(crate) fn is_bound(&self) -> bool {
+        !self.may_have(None)
+    }
+
     pub(crate) fn in_flight(&self) -> usize {
         self.in_flight.load(Ordering::SeqCst)
     }
@@ -331,11 +345,13 @@ impl Peer {
         Some(InFlight { peer: Arc::clone(self), ticket: Some(ticket) })
     }
 
-    pub(crate) fn view(&self) -> PeerView {
+    pub(crate) fn view(&self, notifier: &Notifier) -> PeerView {
         let generation = self.generation();
         let observed = self.observed.read();
         let mut engine_ids = self.identity.load().engine_ids();
         engine_ids.extend(observed.engine_ids.iter().cloned());
+        let engines = &self.identity.load().engines;
+        let notify = notifier.view(self.spec.notify, self.spec.nixl_version.as_deref(), engines);
         PeerView {
             id: self.id.clone(),
             role: self.spec.role,
@@ -358,6 +374,7 @@ impl Peer {
             authorization: self.spec.authorization,
             last_error: observed.last_error.clone(),
             side_channels: self.channels.views(),
+            notify,
         }
     }
 }
@@ -425,4 +442,6 @@ pub struct PeerView {
     pub last_error: Option<PeerFault>,
     /// Its ZMQ side channels as the router reads them.
     pub side_channels: Vec<SideChannelView>,
+    /// Whether it is told over NIXL of hand-offs that will not be read.
+    pub notify: NotifyView,
 }

@@ -1,0 +1,188 @@
+//! The first leg: the prompt is computed on a prefill engine, on another one if that fails, and what it
+//! answers becomes a lease. Also the policies for a fleet, or an answer, that has no hand-off to give.
+
+use std::sync::Arc;
+
+use http::StatusCode;
+use tokio::time::Instant;
+
+use super::second_leg::engine_answered;
+use super::tries::{Stopped, Tries};
+use super::{Exchange, Order};
+use crate::Core;
+use crate::answer::relay_whole;
+use crate::error::{HandOffRefusal, ProxyError, Stage};
+use crate::lease::Lease;
+use crate::made_by::MadeBy;
+use crate::metrics::Took;
+use crate::pool::peer::{InFlight, Peer};
+use crate::prefill::PrefillLeg;
+use crate::request::BypassReason;
+use crate::retry::{self, PrefillFault, Verdict};
+use crate::settings::OnMissing;
+use crate::upstream::request_headers;
+
+impl Core {
+    /// The first leg: has the prompt computed on a prefill engine, on another one if that fails.
+    /// None if the decode engine shall compute it itself.
+    pub(super) async fn hand_off(
+        self: &Arc<Self>,
+        order: &Order,
+        exchange: &Exchange,
+        decode: &Peer,
+        tries: &mut Tries,
+    ) -> Result<Option<Lease>, Stopped> {
+        let dialect = (!decode.hands_off_on(order.endpoint())).then_some(BypassReason::Dialect);
+        if let Some(reason) = order.bypass().or(dialect) {
+            self.metrics.bypassed(reason.label());
+            return Ok(None);
+        }
+        let choose = |tries: &Tries| {
+            self.pool.choose(Stage::Prefill, Some(order.model()), &tries.prefill, |prefill| {
+                prefill.hands_off_on(order.endpoint()) && self.pool.fits(prefill, decode)
+            })
+        };
+        if self.pool.none_hands_off_on(order.endpoint()) {
+            self.metrics.bypassed(BypassReason::Dialect.label());
+            return Ok(None);
+        }
+        let mut failed = None;
+        loop {
+            let in_flight = match exchange.account.choosing(Stage::Prefill, || choose(tries)) {
+                Ok(in_flight) => in_flight,
+                Err(nobody) => return self.without_prefill(failed.unwrap_or(nobody), order, exchange),
+            };
+            let peer = Arc::clone(&in_flight.peer);
+            let fault = match self.prefill(order, exchange, in_flight, tries).await {
+                Ok(prefilled) => return prefilled,
+                Err(fault) => fault,
+            };
+            if let PrefillFault::Broke(failure) = fault {
+                if tries.resend(failure) {
+                    continue;
+                }
+                self.engine_failed(&peer, failure);
+            }
+            tries.prefill.push(peer);
+            let error = fault.into();
+            if retry::after_prefill(fault) == Verdict::GiveUp {
+                return Err(Stopped::Error(error));
+            }
+            if choose(tries).is_ok() && !tries.again(self, Stage::Prefill) {
+                return Err(Stopped::Error(error));
+            }
+            failed = Some(error);
+        }
+    }
+
+    /// One try of the first leg.
+    async fn prefill(
+        self: &Arc<Self>,
+        order: &Order,
+        exchange: &Exchange,
+        in_flight: InFlight,
+        tries: &mut Tries,
+    ) -> Result<Result<Option<Lease>, Stopped>, PrefillFault> {
+        let peer = Arc::clone(&in_flight.peer);
+        tries.prefills += 1;
+        let request_id = exchange.request_id.of_try(tries.prefills);
+        let mut headers = request_headers(&exchange.headers, &request_id);
+        exchange.account.tell(|told| told.prefill = Some(Arc::clone(&peer)));
+        let mut span = exchange.account.leg(Stage::Prefill, &peer, &mut headers);
+        let began = Instant::now();
+        let mut leg = PrefillLeg::start(self, in_flight, order, &exchange.request_id, headers, tries.resent);
+        let (head, answer) = match leg.answer().await {
+            Ok(answered) => answered,
+            Err(failure) => {
+                span.failed(failure.broken.label());
+                return Err(PrefillFault::Broke(failure));
+            }
+        };
+        self.metrics.took(Took::Prefill, began.elapsed(), exchange.account.example());
+        exchange.account.tell(|told| told.prefilled = Some(began.elapsed()));
+        span.say("http.response.status_code", || head.status().as_u16());
+        if head.status().is_client_error() {
+            if head.status() != StatusCode::TOO_MANY_REQUESTS {
+                peer.succeeded();
+            }
+            let refusal = relay_whole(head, answer, &exchange.account);
+            let made_by = MadeBy::of(&order.settings, Some(&peer), None);
+            return Ok(Err(Stopped::Refused(Box::new(made_by.shown_in(refusal)))));
+        }
+        if !head.status().is_success() {
+            let status = head.status().as_u16();
+            engine_answered(&peer, status);
+            peer.blamed();
+            return Err(PrefillFault::Status(status));
+        }
+        let refused = match self.granted_by(&peer, order, &head, &answer) {
+            Ok(hand_off) => {
+                exchange.account.tell(|told| {
+                    told.prompt_tokens = hand_off.prompt_tokens;
+                    told.cached_tokens = hand_off.part.cached_tokens;
+                });
+                span.say("kvbaton.blocks", || hand_off.blocks);
+                self.metrics.decided("disaggregated", "pair");
+                self.side_channel_named(&peer, &hand_off);
+                if peer.saw_engine(&hand_off.engine_id) | peer.saw_tp_size(hand_off.channel.tp_size) {
+                    self.pool.relearn();
+                }
+                return Ok(Ok(Some(Lease::open(self, hand_off, &peer, order, &exchange.request_id))));
+            }
+            Err(refused) => refused,
+        };
+        span.failed(refused.refusal.label());
+        peer.failed(&format!("hand-off {}", refused.refusal.label()), false);
+        peer.blamed();
+        if let Some(unused) = refused.unused {
+            drop(Lease::open(self, *unused, &peer, order, &exchange.request_id));
+        }
+        if refused.refusal == HandOffRefusal::ForeignAddress {
+            let (request_id, error) = (exchange.request_id.as_str(), refused.refusal);
+            tracing::warn!(request_id, peer = %peer.id, %error, "a hand-off names an address that is not its peer's");
+            self.metrics.hand_off_refused(&error);
+            return Ok(Err(ProxyError::HandOff(error).into()));
+        }
+        Ok(self.without_hand_off(refused.refusal, order, exchange).map(|()| None))
+    }
+
+    /// Applies the policy for a fleet without a prefill engine that can serve.
+    fn without_prefill(
+        &self,
+        error: ProxyError,
+        order: &Order,
+        exchange: &Exchange,
+    ) -> Result<Option<Lease>, Stopped> {
+        match order.settings.hand_off.on_no_prefill {
+            OnMissing::Fail => Err(Stopped::Error(error)),
+            OnMissing::DecodeOnly => {
+                self.metrics.bypassed("no_prefill");
+                let request_id = exchange.request_id.as_str();
+                tracing::warn!(request_id, %error, "no prefill engine, the decode engine computes the prompt");
+                Ok(None)
+            }
+        }
+    }
+
+    /// Counts a missing, defective or expiring hand-off and applies the policy for it.
+    pub(super) fn without_hand_off(
+        &self,
+        refusal: HandOffRefusal,
+        order: &Order,
+        exchange: &Exchange,
+    ) -> Result<(), Stopped> {
+        self.metrics.hand_off_refused(&refusal);
+        let request_id = exchange.request_id.as_str();
+        match order.settings.hand_off.on_missing {
+            OnMissing::Fail => {
+                tracing::warn!(request_id, %refusal, "no usable hand-off, request failed");
+                Err(Stopped::Error(ProxyError::HandOff(refusal)))
+            }
+            OnMissing::DecodeOnly => {
+                self.metrics.decided("decode_only", refusal.reason());
+                tracing::warn!(request_id, %refusal, "no usable hand-off, the decode engine computes the prompt");
+                Ok(())
+            }
+        }
+    }
+}
