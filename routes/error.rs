@@ -19,6 +19,7 @@ use faces::{Class, Face, no_room, proxy_face};
 use operators::{peer_spec_face, registry_face, unavailable};
 
 use crate::access::NotLocal;
+use crate::log::LogFault;
 use crate::reload::NotReloaded;
 
 /// Why a request got an error from the router.
@@ -89,6 +90,10 @@ pub(crate) enum RouteError {
     NotReloadable,
     #[error(transparent)]
     NotReloaded(#[from] NotReloaded),
+    #[error("the log of this program is not its own to change")]
+    LogNotOurs,
+    #[error(transparent)]
+    Log(#[from] LogFault),
     #[error(transparent)]
     Proxy(#[from] ProxyError),
     #[error(transparent)]
@@ -201,6 +206,8 @@ impl RouteError {
             Self::Loop => Face::new(StatusCode::LOOP_DETECTED, Class::Upstream, "loop_detected"),
             Self::Ambiguous => Face::invalid("ambiguous_request"),
             Self::NotReloadable => Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "not_reloadable"),
+            Self::LogNotOurs => Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "log_not_adjustable"),
+            Self::Log(_) => Face::invalid("invalid_log_level").param("level"),
             Self::NotReloaded(_) => Face::invalid("invalid_settings"),
             Self::Proxy(error) => proxy_face(error),
             Self::Registry(error) => registry_face(error),

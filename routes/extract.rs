@@ -51,7 +51,7 @@ pub(crate) fn exchange(mut parts: Parts, proxy: &Proxy, endpoint: &'static str) 
         .remove::<RequestId>()
         .unwrap_or_else(|| RequestId::accept(parts.headers.get(X_REQUEST_ID)));
     let client = parts.extensions.remove::<Client>().unwrap_or_default();
-    let account = proxy.account(&request_id, endpoint);
+    let account = proxy.account(&request_id, endpoint, &parts.headers);
     Exchange { request_id, headers: parts.headers, client, account }
 }
 

@@ -12,6 +12,7 @@ mod framing;
 mod health;
 mod held;
 mod keep_alive;
+mod log;
 mod observe;
 mod openai;
 mod registry;
@@ -29,6 +30,7 @@ use kvbaton_proxy::{Endpoint, Proxy};
 
 pub use access::{Access, CertificateNames, Credential, Duty, NotLocal, Rules, SecretDigest, SecretError};
 pub use cors::{Cors, NotAnOrigin, Origins};
+pub use log::{LogFault, LogState, Logging};
 pub use reload::{NotReloaded, Reload, Reloaded, SharedLimits};
 
 use crate::access::Gate;
@@ -48,6 +50,8 @@ pub struct State {
     pub limits: SharedLimits,
     /// Reading the settings again.
     pub reload: Reload,
+    /// What the program logs.
+    pub logging: Logging,
 }
 
 /// Bounds on what is read from clients.
@@ -203,6 +207,8 @@ pub const ENDPOINTS: &[EndpointDoc] = &[
     // The dashboard, which asks for what it shows.
     EndpointDoc::open(Method::GET, DASHBOARD_PATH, || get(dashboard::page)),
     EndpointDoc::open(Method::GET, "/dashboard/{file}", || get(dashboard::asset)),
+    EndpointDoc::guarded(Method::GET, "/admin/log", || get(log::show)),
+    EndpointDoc::guarded(Method::PUT, "/admin/log", || put(log::change)),
     // Health.
     EndpointDoc::open(Method::GET, "/livez", || get(health::live)),
     EndpointDoc::open(Method::GET, "/readyz", || get(health::ready)),

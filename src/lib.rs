@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbaton_proxy::{PeerSpec, PeerSpecError, Proxy, Role};
-use kvbaton_routes::{Cors, NotReloaded, Origins, Reloaded, SharedLimits, State};
+use kvbaton_routes::{Cors, Logging, NotReloaded, Origins, Reloaded, SharedLimits, State};
 use tokio::net::TcpListener;
 use tokio::sync::Mutex;
 use tokio_util::sync::CancellationToken;
@@ -30,6 +30,7 @@ use listeners::Listeners;
 use reload::Reloader;
 use secrets::SecretStore;
 pub use secrets::SecretsError;
+use telemetry::{CollectorFault, Exporter};
 pub use tls::{TlsError, TlsFault};
 
 /// How long before the end of the budget what still runs is told to end.
@@ -55,6 +56,9 @@ pub enum StartError {
     /// A certificate, token or key cannot be used.
     #[error(transparent)]
     Secrets(#[from] SecretsError),
+    /// Traces cannot be exported.
+    #[error("traces cannot be exported")]
+    Traces(#[from] CollectorFault),
     /// A simulated engine of the embedded fleet did not start.
     #[error("an embedded engine did not start")]
     Engine(#[from] engine_sim::EngineError),
@@ -67,6 +71,7 @@ pub struct App {
     secrets: SecretStore,
     embedded_token: String,
     source: Option<reload::Source>,
+    logging: Logging,
 }
 
 impl Config {
@@ -90,7 +95,14 @@ impl Config {
         let embedded_token = secrets::random_secret();
         let embedded = self.embeds_fleet().then(|| fleet::credential(&embedded_token)).transpose()?;
         let secrets = SecretStore::load(&self, embedded, listeners.tls())?;
-        Ok(App { config: self, listeners, secrets, embedded_token, source: None })
+        Ok(App {
+            config: self,
+            listeners,
+            secrets,
+            embedded_token,
+            source: None,
+            logging: Logging::default(),
+        })
     }
 }
 
@@ -111,22 +123,33 @@ impl App {
         self
     }
 
+    /// Says how the log is changed; without this it stays as it is.
+    #[must_use]
+    pub fn log_through(mut self, logging: Logging) -> Self {
+        self.logging = logging;
+        self
+    }
+
     /// Starts serving, and the embedded fleet if the settings ask for one.
     ///
     /// # Errors
     /// An engine of the settings cannot be used, or an embedded one did not start.
     pub async fn spawn(self) -> Result<Running, StartError> {
-        let Self { config, listeners, secrets, embedded_token, source } = self;
+        let Self { config, listeners, secrets, embedded_token, source, logging } = self;
         let secrets = Arc::new(secrets);
         let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
         let mut core = config.core();
         core.engine_tls = secrets.engine_tls();
+        let exporter = Exporter::start(&config.telemetry)?;
+        core.traces = exporter.as_ref().map(Exporter::traces).unwrap_or_default();
+        let traces = core.traces.clone();
         let proxy = Proxy::start(core, tasks.clone(), stop.clone());
         let limits = SharedLimits::from(limits(&config, &config));
         let reloader = Arc::new(Reloader {
             source,
             proxy: proxy.clone(),
             secrets: Arc::clone(&secrets),
+            traces,
             limits: limits.clone(),
             started: config.clone(),
             now: Mutex::new(config.clone()),
@@ -141,6 +164,7 @@ impl App {
             },
             limits,
             reload: reloader.endpoint(),
+            logging,
         };
         let addrs = listeners.addrs();
         let servers = listeners.serve(&state, &config.connections, config.stream.half_close, &tasks);
@@ -159,7 +183,7 @@ impl App {
         for engine in &engines {
             proxy.add_peer(PeerSpec::new(engine.role, engine.engine.url()))?;
         }
-        Ok(Running { addrs, engines, proxy, config, servers, secrets, reloader, tasks, stop })
+        Ok(Running { addrs, engines, proxy, config, servers, secrets, reloader, exporter, tasks, stop })
     }
 }
 
@@ -182,6 +206,7 @@ pub struct Running {
     servers: Vec<server::Server>,
     secrets: Arc<SecretStore>,
     reloader: Arc<Reloader>,
+    exporter: Option<Exporter>,
     tasks: TaskTracker,
     stop: CancellationToken,
 }
@@ -271,7 +296,7 @@ impl Running {
     /// Leaves in order: not ready, settle, no new connections, finish what runs. Returns whether
     /// everything ended within the limit.
     pub async fn drain(self) -> bool {
-        let Self { engines, proxy, servers, reloader, tasks, stop, .. } = self;
+        let Self { engines, proxy, servers, reloader, exporter, tasks, stop, .. } = self;
         let config = reloader.now.lock().await.clone();
         drop(reloader);
         let deadline = tokio::time::Instant::now() + config.shutdown.limit;
@@ -300,6 +325,10 @@ impl Running {
         drop(proxy);
         tasks.close();
         let ended = tokio::time::timeout_at(deadline, tasks.wait()).await.is_ok();
+        // The last requests have told theirs by now.
+        if let Some(exporter) = exporter {
+            exporter.flush(deadline).await;
+        }
         for engine in engines {
             engine.engine.shutdown().await;
         }

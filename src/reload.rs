@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 
-use kvbaton_proxy::{PeerSpec, Proxy};
+use kvbaton_proxy::{PeerSpec, Proxy, Traces};
 use kvbaton_routes::{NotReloaded, Reload, Reloaded, SharedLimits};
 use serde_json::Value;
 use tokio::sync::Mutex;
@@ -50,6 +50,8 @@ pub(crate) struct Reloader {
     pub(crate) source: Option<Source>,
     pub(crate) proxy: Proxy,
     pub(crate) secrets: Arc<SecretStore>,
+    /// Exported by a task that was started with them.
+    pub(crate) traces: Traces,
     pub(crate) limits: SharedLimits,
     /// As the program started.
     pub(crate) started: Config,
@@ -114,6 +116,7 @@ impl Reloader {
         let come: Vec<PeerSpec> = new.iter().filter(|spec| !old.contains(spec)).cloned().collect();
         let mut settings = next.core();
         settings.engine_tls = self.secrets.engine_tls();
+        settings.traces = self.traces.clone();
         // These have tasks and libraries that were started with them.
         settings.side_channel = self.started.side_channel.clone();
         settings.nixl = self.started.nixl.clone();

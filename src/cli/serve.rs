@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use kvbaton_proxy::{OnMissing, Role};
+use kvbaton_routes::Logging;
 
 use super::{runtime, say};
 use crate::config::{Config, Flags, load};
@@ -19,13 +20,14 @@ const ECHO: Duration = Duration::from_millis(300);
 
 pub(super) fn run(flags: Flags) -> anyhow::Result<ExitCode> {
     let config = load(&flags, std::env::vars())?;
-    telemetry::start(&config.log)?;
-    runtime()?.block_on(serve(config, flags))
+    let logging = telemetry::start(&config.log)?;
+    runtime()?.block_on(serve(config, flags, logging))
 }
 
-async fn serve(config: Config, flags: Flags) -> anyhow::Result<ExitCode> {
+async fn serve(config: Config, flags: Flags, logging: Logging) -> anyhow::Result<ExitCode> {
     let mut signals = Signals::listen()?;
-    let running = config.build().await?.reload_from(move || load(&flags, std::env::vars())).spawn().await?;
+    let app = config.build().await?.reload_from(move || load(&flags, std::env::vars()));
+    let running = app.log_through(logging).spawn().await?;
     if !running.ready_within(FIRST_PROBES).await {
         tracing::warn!("no pair of engines is ready yet");
     }

@@ -25,6 +25,7 @@ mod handoff;
 mod health;
 mod injection;
 mod legs;
+mod logs;
 mod malformed_handoff;
 #[cfg(feature = "nixl")]
 mod nixl;
@@ -53,3 +54,4 @@ mod stream_bounds;
 mod stream_faults;
 mod support;
 mod tls;
+mod traces;

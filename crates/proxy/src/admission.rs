@@ -17,9 +17,10 @@ use tokio::time::{Instant, timeout};
 use crate::Core;
 use crate::disagg::Exchange;
 use crate::error::{ProxyError, Stage};
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, Took};
 use crate::request::{BadRequest, ClientRequest};
 use crate::settings::{OnMissing, Settings};
+use crate::trace::SpanKind;
 
 pub(crate) use queue::Counts;
 use queue::{Ask, Full, NONE, Offer, Order, Queue, Refusal, ScopeId, Scopes, ids};
@@ -177,7 +178,7 @@ impl Admission {
             Offer::Waits(order) => Waiting { admission: self, scopes: ask.scopes, order: Some(order) },
         };
         let came = timeout(self.longest_wait, receiver).await;
-        self.metrics.waited(began.elapsed().as_secs_f64());
+        self.metrics.took(Took::Wait, began.elapsed(), None);
         let mut queue = self.queue.lock();
         let order = waiting.order.take();
         let late = came.is_err() && order.is_some_and(|order| queue.withdraw(ask.scopes, order));
@@ -342,7 +343,13 @@ impl Core {
             tokens: request.map_or(0, |request| request.prompt_bytes().div_ceil(BYTES_PER_TOKEN) as u64),
             client: exchange.client.key.clone(),
         };
-        let permit = admission.enter(&ask).await.map_err(ProxyError::Busy)?;
+        let (began, mut span) = (Instant::now(), exchange.account.trace().span("queue", SpanKind::Internal));
+        let entered = admission.enter(&ask).await;
+        exchange.account.tell(|told| told.waited = Some(began.elapsed()));
+        let permit = entered.map_err(|busy| {
+            span.failed(busy.reason.label());
+            ProxyError::Busy(busy)
+        })?;
         exchange.account.hold(permit);
         Ok(())
     }

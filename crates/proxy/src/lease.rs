@@ -166,6 +166,9 @@ impl Lease {
                 decode.knows_engine(&hold.hand_off.engine_id);
                 health::was_read(&hold.prefill, decode);
             }
+            let bytes = hold.origin.as_ref().map_or(0, |engine| engine.bytes_per_block());
+            let blocks = hold.hand_off.blocks;
+            hold.core.metrics.handed_over(blocks, bytes.saturating_mul(blocks as u64));
             hold.core.ledger.close(hold.key, HandOffResult::Relayed);
         }
     }

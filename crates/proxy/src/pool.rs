@@ -393,6 +393,16 @@ impl Pool {
         pairs.filter_map(|(prefill, decode)| matrix.view(prefill, decode)).collect()
     }
 
+    /// How many pairs there are of each verdict, used or not.
+    pub(crate) fn count_pairs(&self) -> HashMap<(&'static str, bool), usize> {
+        self.matrix.load().counts()
+    }
+
+    /// Whether any peer lists a model.
+    pub(crate) fn serves(&self, model: &str) -> bool {
+        self.snapshot.load().all().any(|peer| peer.serves(model))
+    }
+
     /// The peers of a stage that answer, whether they get new requests or not.
     pub(crate) fn ready_peers(&self, stage: Stage) -> Vec<Arc<Peer>> {
         self.snapshot.load().of(stage).iter().filter(|peer| peer.is_ready()).cloned().collect()

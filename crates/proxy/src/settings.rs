@@ -14,6 +14,7 @@ use crate::registry_address::RegistryAddress;
 use crate::request::InjectedHandOff;
 use crate::side_channel::settings::SideChannelSettings;
 use crate::store::StoreSettings;
+use crate::trace::Traces;
 
 /// What the core needs to know to serve requests.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -42,6 +43,9 @@ pub struct Settings {
     /// TLS to engines, made of files that the core does not read.
     #[serde(skip)]
     pub engine_tls: EngineTls,
+    /// Where traces go.
+    #[serde(skip)]
+    pub traces: Traces,
     /// How answers are streamed.
     pub stream: Streaming,
     /// The NIXL library.

@@ -169,7 +169,7 @@ async fn health_says_what_is_the_case() {
     assert_eq!(ready.json(), counts);
     let metrics = surface.ask(Ask::get("/metrics").sent_from("10.0.0.9:1")).await;
     assert_eq!(metrics.status, 200);
-    assert_eq!(metrics.header("content-type"), kvbaton_proxy::METRICS_CONTENT_TYPE);
+    assert_eq!(metrics.header("content-type"), kvbaton_proxy::MetricsFormat::Prometheus.content_type());
     let text = String::from_utf8(metrics.body.to_vec()).unwrap();
     assert!(text.contains("kvbaton_handoffs"), "{text}");
 }

@@ -10,8 +10,8 @@ use http::{HeaderMap, Method, Request, StatusCode};
 use http_body_util::BodyExt;
 use kvbaton_proxy::{ModelScope, Proxy, Settings};
 use kvbaton_routes::{
-    Access, CertificateNames, Cors, Credential, Duty, Limits, Mounts, Origins, Reload, Rules, SecretDigest,
-    State, app,
+    Access, CertificateNames, Cors, Credential, Duty, Limits, Logging, Mounts, Origins, Reload, Rules,
+    SecretDigest, State, app,
 };
 use serde_json::{Value, json};
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -68,6 +68,7 @@ impl Surface {
             cors,
             limits: limits.into(),
             reload: Reload::default(),
+            logging: Logging::default(),
         };
         let router = app(state, mounts);
         Self { router, proxy, _stop: stop.drop_guard() }
