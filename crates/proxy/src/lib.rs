@@ -23,6 +23,7 @@ mod model;
 mod notify;
 mod pool;
 mod prefill;
+mod pulse;
 mod registry;
 mod registry_address;
 mod relay;
@@ -35,6 +36,7 @@ mod side_channel;
 pub mod splice;
 mod store;
 mod stream;
+mod timeline;
 mod upstream;
 mod warm_up;
 
@@ -62,10 +64,11 @@ pub use ledger::{HandOffState, HandOffView};
 pub use metrics::METRICS_CONTENT_TYPE;
 pub use notify::NotifyView;
 pub use pool::{
-    Authorization, BreakerSettings, BreakerState, HealthView, ModelList, OperatorState, PairView, PeerFault,
-    PeerPlace, PeerSpec, PeerSpecError, PeerState, PeerView, QuarantineView, Readiness, Restarts, Role,
-    Verdict, is_host,
+    Authorization, BreakerSettings, BreakerState, EngineLoadView, HealthView, ModelList, OperatorState,
+    PairView, PeerFault, PeerPlace, PeerSpec, PeerSpecError, PeerState, PeerView, QuarantineView, Readiness,
+    Restarts, Role, Verdict, is_host,
 };
+pub use pulse::{Pulse, PulseFrame, TooManyViewers};
 pub use registry::{
     AboutEngine, ChangeKind, Changes, ClockReading, Echo, EngineRecord, EngineRole, EngineState,
     EngineSummary, EngineView, FieldProblem, Found, Heartbeat, Missing, PayloadPart, Rank, RankId,
@@ -78,18 +81,20 @@ pub use request::{BadRequest, Endpoint, InjectedHandOff};
 pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{
     AddressCheck, HandOffPolicy, Limits, Nixl, OnMissing, Pairing, Probe, Retry, Settings, Streaming,
-    Timeouts, UnknownPairs,
+    Timelines as TimelineSettings, Timeouts, UnknownPairs,
 };
 pub use side_channel::channels::{SideChannelState, SideChannelView};
 pub use side_channel::settings::{FrontSettings, NotPorts, PortRange, ReadSideChannels, SideChannelSettings};
 pub use store::{StoreFault, StoreKind, StoreSettings, StoreView};
 pub use stream::{EventError, RelayBody, RelayError, error_event};
+pub use timeline::{RequestFacts, RequestTimeline, RequestView, StepView};
 
 use ledger::Ledger;
 use metrics::Metrics;
 use pool::Pool;
 use side_channel::SideChannels;
 use store::Storage;
+use timeline::Timelines;
 use upstream::Upstream;
 
 /// What every part of the core shares.
@@ -106,6 +111,8 @@ struct Core {
     retries: retry::Budget,
     admission: Arc<admission::Admission>,
     side_channels: SideChannels,
+    timelines: Arc<Timelines>,
+    viewers: pulse::Viewers,
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
     stop: CancellationToken,
@@ -161,6 +168,8 @@ impl Proxy {
             notifier,
             pool: Pool::new(settings.pairing.clone(), settings.breaker.clone(), upstream.dials().clone()),
             side_channels: SideChannels::default(),
+            timelines: Timelines::new(settings.timeline.requests),
+            viewers: pulse::Viewers::default(),
             upstream,
             held,
             metrics,
@@ -171,6 +180,7 @@ impl Proxy {
             settings: ArcSwap::from_pointee(settings),
         });
         pool::probe::watch(Arc::clone(&core));
+        pool::scrape::watch(Arc::clone(&core));
         fleet::follow(Arc::clone(&core));
         side_channel::start(&core);
         core.tasks.spawn(core.registry.clone().expire_until(core.stop.clone()));
@@ -182,7 +192,20 @@ impl Proxy {
     /// Opens the account of one request; `endpoint` is its name in metrics and must be one of few.
     #[must_use]
     pub fn account(&self, request_id: &RequestId, endpoint: &'static str) -> Account {
-        Account::open(Arc::clone(&self.core.metrics), request_id.clone(), endpoint)
+        let (metrics, timelines) = (Arc::clone(&self.core.metrics), Arc::clone(&self.core.timelines));
+        Account::open(metrics, timelines, request_id.clone(), endpoint)
+    }
+
+    /// The last requests, the newest first and at most so many; only running or only ended ones if asked.
+    #[must_use]
+    pub fn requests(&self, limit: usize, running: Option<bool>) -> Vec<RequestView> {
+        self.core.timelines.views(limit, running)
+    }
+
+    /// What happened to the newest request of this id, if it is still known.
+    #[must_use]
+    pub fn request(&self, request_id: &str) -> Option<RequestTimeline> {
+        self.core.timelines.view(request_id)
     }
 
     /// The room for bodies, of requests being read too.
