@@ -261,6 +261,8 @@ impl Hold {
             return None;
         }
         let mut peers = self.core.pool.ready_peers(Stage::Decode);
+        // Whoever is sent a hand-off can read the blocks.
+        peers.retain(|peer| peer.may_have(Some(self.order.model())));
         if let Some(meant) = &self.decode {
             peers.sort_by_key(|peer| !Arc::ptr_eq(peer, meant));
         }
