@@ -93,9 +93,10 @@ impl Ledger {
     pub(crate) fn close(&self, key: u64, result: HandOffResult) {
         let (closed, live) = {
             let mut entries = self.entries.lock();
-            (entries.remove(&key).is_some(), entries.len())
+            (entries.remove(&key), entries.len())
         };
-        if closed {
+        if let Some(Entry { granted: Granted { request_id, remote_request_id, .. }, decode, .. }) = closed {
+            tracing::debug!(request_id, remote_request_id, decode, ?result, "a hand-off has ended");
             self.metrics.hand_off_ended(result);
             self.metrics.hand_offs_live(live);
             self.moved.notify_waiters();
