@@ -25,6 +25,7 @@ use crate::retry::{self, Verdict};
 use crate::settings::{OnMissing, Settings};
 use crate::splice::Spliced;
 use crate::stream::RelayBody;
+use crate::timeline::Step;
 use crate::upstream::{Leg, own_headers};
 use second_leg::engine_answered;
 use tries::{Stopped, Tries};
@@ -84,11 +85,13 @@ impl Core {
         body: Bytes,
     ) -> Result<Order, ProxyError> {
         self.retries.deposit();
-        let settings = self.settings();
+        let (settings, bytes) = (self.settings(), body.len());
         let request = ClientRequest::parse(endpoint, body, settings.hand_off.client_injected);
         let read = request.map_err(ProxyError::from).and_then(|request| {
             exchange.client.check_model(request.model())?;
             settings.admission.check_size(&request)?;
+            let (model, stream) = (request.model(), request.wants_stream());
+            exchange.account.read(model, stream, bytes, exchange.client.key.as_ref());
             Ok(Order { request, settings })
         });
         read.inspect_err(|_| exchange.account.failed(Outcome::ClientError))
@@ -124,8 +127,10 @@ impl Core {
         let mut tries = Tries::new(&settings.retry);
         self.pool.learn(&self.registry);
         self.admit(settings, Some(&order.request), exchange).await?;
+        exchange.account.step(Step::Admitted);
         // D first: without one, a prefill would only strand blocks.
         let mut in_flight = self.choose_decode(order, &tries)?;
+        exchange.account.step_with(&in_flight.peer, Step::DecodeChosen);
         let mut lease = self.hand_off(order, exchange, &in_flight.peer, &mut tries).await?;
         exchange.account.prefilled();
         loop {

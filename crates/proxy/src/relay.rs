@@ -11,12 +11,14 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::Core;
 use crate::answer::{for_client, is_binary, is_type};
+use crate::client;
 use crate::disagg::Exchange;
 use crate::error::{Broken, Progress, ProxyError, Stage, UpstreamFailure};
 use crate::metrics::Outcome;
 use crate::request::{Endpoint, pass_through_body};
 use crate::settings::Settings;
 use crate::stream::{Bounds, Events, Guards, RelayBody};
+use crate::timeline::Step;
 use crate::upstream::{Leg, X_DATA_PARALLEL_RANK, request_headers, response_headers};
 
 impl Core {
@@ -42,9 +44,7 @@ impl Core {
         let failure = |broken| UpstreamFailure::new(Stage::Decode, broken, Progress::Answering);
         let whole = timeout_at(ends, self.upstream.collect(Stage::Decode, body, limit)).await;
         let whole = whole.map_err(|_late| failure(Broken::Total))??;
-        if let Some(since) = guards.handed_over {
-            self.metrics.hand_over_took(since.elapsed().as_secs_f64());
-        }
+        guards.began(false);
         guards.engine_served();
         let part = guards.part.take().filter(|_| head.status.is_success());
         if head.status.is_success() {
@@ -79,9 +79,14 @@ impl Core {
     ) -> Result<Response<RelayBody>, ProxyError> {
         exchange.client.check_body(&body)?;
         let settings = self.settings();
+        let whole = body.clone();
         let body = pass_through_body(body, settings.hand_off.client_injected)?;
         self.admit(&settings, None, exchange).await?;
-        let in_flight = self.pool.choose(Stage::Decode, None, &[], |_| true)?;
+        exchange.account.step(Step::Admitted);
+        self.pool.learn(&self.registry);
+        // Engines of a credential for certain models get no request of which that is not known.
+        let model = if self.pool.has_bound() { client::only_model(&whole) } else { None };
+        let in_flight = self.pool.choose(Stage::Decode, model.as_deref(), &[], |_| true)?;
         let peer = Arc::clone(&in_flight.peer);
         let leg = |body| Leg {
             stage: Stage::Decode,
@@ -91,6 +96,7 @@ impl Core {
             headers: decode_headers(&settings, exchange),
             body,
         };
+        exchange.account.step_with(&peer, Step::DecodeSent);
         let head = settings.timeouts.decode_head;
         let sent = match self.upstream.send(leg(body.clone()), head).await {
             Err(failure) if failure.stale => self.upstream.send_anew(leg(body), head).await,
@@ -98,6 +104,7 @@ impl Core {
         };
         let answer = sent.map_err(|failure| self.engine_failed(&peer, failure))?;
         let status = answer.status().as_u16();
+        exchange.account.step_with(&peer, Step::DecodeHead(status));
         // What else an engine answers on an endpoint that is not known here may be the request's fault.
         if status == 503 {
             peer.blamed();
@@ -112,6 +119,7 @@ impl Core {
             status,
             metrics: Arc::clone(&self.metrics),
             handed_over: None,
+            from: None,
         };
         self.relay(&settings, answer, guards).await.map_err(|failure| self.engine_failed(&peer, failure))
     }

@@ -15,6 +15,7 @@ use crate::pool::peer::{InFlight, Peer};
 use crate::relay::decode_headers;
 use crate::retry::{self, Verdict};
 use crate::stream::Guards;
+use crate::timeline::Step;
 use crate::upstream::Leg;
 
 impl Core {
@@ -32,6 +33,7 @@ impl Core {
     ) -> Result<(Response<Incoming>, Guards), (UpstreamFailure, Option<Lease>)> {
         let peer = Arc::clone(&in_flight.peer);
         let handed_over = lease.as_ref().and_then(Lease::granted);
+        let from = lease.as_ref().and_then(Lease::prefill).map(|prefill| Arc::clone(&prefill.name));
         let part = lease.as_ref().and_then(Lease::part);
         let leg = Leg {
             stage: Stage::Decode,
@@ -44,6 +46,7 @@ impl Core {
         if let Some(lease) = &mut lease {
             lease.dispatched(&peer);
         }
+        exchange.account.step_with(&peer, Step::DecodeSent);
         let began = Instant::now();
         let head = order.settings.timeouts.decode_head;
         let sent =
@@ -51,11 +54,13 @@ impl Core {
         let answer = match sent {
             Ok(answer) => answer,
             Err(failure) => {
+                exchange.account.step_with(&peer, Step::DecodeFailed(failure.broken.label()));
                 let unseen = retry::after_decode(failure) == Verdict::AgainWithTheSameHandOff;
                 return Err((failure, lease.filter(|_| unseen).map(Lease::unseen)));
             }
         };
         self.metrics.decode_head_took(began.elapsed().as_secs_f64());
+        exchange.account.step_with(&peer, Step::DecodeHead(answer.status().as_u16()));
         if answer.status().is_server_error() {
             match &lease {
                 // With this status an engine also says that it could not read the blocks.
@@ -80,6 +85,7 @@ impl Core {
             status,
             metrics: Arc::clone(&self.metrics),
             handed_over,
+            from,
         };
         Ok((answer, guards))
     }
