@@ -63,17 +63,19 @@ pub struct Limits {
     pub payload_bytes: usize,
     /// How long a client that is sending a body may be silent before it is answered with 408.
     pub body_silence: Duration,
+    /// How long a whole request body may take to arrive.
+    pub body_whole: Duration,
     /// How often a client that waits for a stream gets a comment; zero for never.
     pub keep_alive: Duration,
 }
 
 impl Limits {
     const fn body_bound(&self) -> BodyBound {
-        BodyBound { bytes: self.body_bytes, silence: self.body_silence }
+        BodyBound { bytes: self.body_bytes, silence: self.body_silence, whole: self.body_whole }
     }
 
     fn payload_bound(&self) -> BodyBound {
-        BodyBound { bytes: self.payload_bytes.min(self.body_bytes), silence: self.body_silence }
+        BodyBound { bytes: self.payload_bytes.min(self.body_bytes), ..self.body_bound() }
     }
 }
 

@@ -193,6 +193,7 @@ fn limits(config: &Config, started: &Config) -> kvbaton_routes::Limits {
         body_bytes: config.limits.body_bytes,
         payload_bytes: started.limits.payload_bytes,
         body_silence: config.timeouts.client_body,
+        body_whole: config.timeouts.client_body_whole,
         keep_alive: config.stream.keep_alive,
     }
 }

@@ -58,6 +58,7 @@ impl Surface {
             body_bytes: BODY_BYTES,
             payload_bytes: 16 * 1024,
             body_silence: Duration::from_secs(5),
+            body_whole: Duration::from_secs(60),
             keep_alive: Duration::ZERO,
         };
         let origins: Vec<String> = origins.iter().map(|origin| (*origin).to_owned()).collect();
@@ -201,11 +202,14 @@ impl Answer {
         self.headers.get(name).map_or("", |value| value.to_str().unwrap())
     }
 
-    /// Asserts an error in OpenAI's shape and gives its message.
+    /// Asserts an error in OpenAI's shape and gives its message. In Anthropic's, it has one member more.
     pub(crate) fn expect_error(&self, status: u16, class: &str, param: Option<&str>, code: &str) -> String {
-        let body = self.json();
+        let mut body = self.json();
         assert_eq!(self.status.as_u16(), status, "{body}");
         assert_eq!(self.header("content-type"), "application/json");
+        if body["type"] == "error" {
+            body.as_object_mut().unwrap().remove("type");
+        }
         let message = body["error"]["message"].as_str().unwrap().to_owned();
         let expected = json!({"error": {"message": message, "type": class, "param": param, "code": code}});
         assert_eq!(body, expected);
