@@ -7,7 +7,7 @@ use axum::Json;
 use axum::extract::State as Shared;
 use http::StatusCode;
 use http::header::LOCATION;
-use kvbaton_proxy::{Drained, HandOffView, PairView, PeerSpec, PeerView, Proxy};
+use kvbaton_proxy::{Drained, HandOffView, PairView, PeerSpec, PeerView, Proxy, Trial};
 use serde::{Deserialize, Serialize};
 
 use crate::error::RouteError;
@@ -106,6 +106,15 @@ pub(crate) async fn resume_peer(
 
 pub(crate) async fn compatibility(Shared(proxy): Shared<Proxy>) -> Json<Pairs> {
     Json(Pairs { pairs: proxy.pairs() })
+}
+
+/// Makes one small hand-off of a pair and says what came of it.
+pub(crate) async fn try_pair(
+    Shared(proxy): Shared<Proxy>,
+    Segments((prefill, decode)): Segments<(String, String)>,
+) -> Result<Json<Trial>, RouteError> {
+    let trial = proxy.try_pair(&prefill, &decode).await;
+    trial.map(Json).map_err(|unknown| RouteError::UnknownPeer { id: unknown.id })
 }
 
 pub(crate) async fn hand_offs(Shared(proxy): Shared<Proxy>) -> Json<HandOffs> {

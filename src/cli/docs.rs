@@ -63,11 +63,14 @@ pub(super) struct DocsArgs {
 enum Page {
     /// `docs/metrics.md`
     Metrics,
+    /// `docs/cli.md`
+    Cli,
 }
 
 pub(super) fn run(args: &DocsArgs) -> anyhow::Result<ExitCode> {
     match args.page {
         Page::Metrics => say(&metrics())?,
+        Page::Cli => say(&super::reference::page())?,
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -1,9 +1,19 @@
 //! The command line: one file per subcommand; `serve` is the default.
 
+mod check;
+mod client;
+mod completions;
 mod docs;
 mod engine;
+mod fault;
 mod key;
+mod man;
+mod peers;
+mod reference;
 mod serve;
+mod table;
+mod top;
+mod trace;
 
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -30,6 +40,18 @@ enum Command {
     Engine(Box<engine::EngineArgs>),
     /// Make API keys and tokens.
     Key(key::KeyArgs),
+    /// Show and change the fleet of a running router.
+    Peers(Box<peers::PeersArgs>),
+    /// Watch the fleet of a running router.
+    Top(Box<top::TopArgs>),
+    /// Show what happened to a request, step by step.
+    Trace(Box<trace::TraceArgs>),
+    /// Check settings, engines, handshakes, and one real hand-off of every pair.
+    Check(Box<check::CheckArgs>),
+    /// Print what a shell needs to complete the command line.
+    Completions(completions::CompletionsArgs),
+    /// Print the manual page.
+    Man(man::ManArgs),
     /// Print a page of the documentation that is made from the code.
     #[command(hide = true)]
     Docs(docs::DocsArgs),
@@ -76,7 +98,8 @@ impl From<ServeArgs> for Flags {
     }
 }
 
-/// Runs the parsed command. Exit codes: 0 done, 1 failed, 2 wrong usage or settings.
+/// Runs the parsed command. Exit codes: 0 done, 1 failed or not good, 2 wrong usage or settings, 3 the router
+/// cannot be reached, 4 it wants another credential, 5 it refuses.
 #[must_use]
 pub fn run(cli: Cli) -> ExitCode {
     let result = match cli.command {
@@ -84,15 +107,24 @@ pub fn run(cli: Cli) -> ExitCode {
         Some(Command::Serve(args)) => serve::run(args.into()),
         Some(Command::Engine(args)) => engine::run(*args),
         Some(Command::Key(args)) => key::run(&args),
+        Some(Command::Peers(args)) => peers::run(*args),
+        Some(Command::Top(args)) => top::run(*args),
+        Some(Command::Trace(args)) => trace::run(*args),
+        Some(Command::Check(args)) => check::run(*args),
+        Some(Command::Completions(args)) => completions::run(&args),
+        Some(Command::Man(args)) => man::run(&args),
         Some(Command::Docs(args)) => docs::run(&args),
     };
     match result {
         Ok(code) => code,
         Err(error) => {
             say_error(&error);
+            if let Some(fault) = error.downcast_ref::<fault::CliError>() {
+                return ExitCode::from(fault.exit_code());
+            }
             let usage = error.downcast_ref::<crate::StartError>().is_some_and(is_usage)
                 || error.is::<crate::config::ConfigFaults>();
-            ExitCode::from(if usage { 2 } else { 1 })
+            ExitCode::from(if usage { fault::USAGE } else { fault::BAD })
         }
     }
 }

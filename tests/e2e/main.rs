@@ -17,6 +17,7 @@ mod admission;
 mod bad_input;
 mod bound_engines;
 mod chaos;
+mod cli;
 mod credentials;
 mod engine_faults;
 mod field_notes;

@@ -39,6 +39,7 @@ mod store;
 mod stream;
 mod timeline;
 mod trace;
+mod trial;
 mod upstream;
 mod warm_up;
 
@@ -91,6 +92,7 @@ pub use store::{StoreFault, StoreKind, StoreSettings, StoreView};
 pub use stream::{EventError, RelayBody, RelayError, error_event};
 pub use timeline::{RequestFacts, RequestTimeline, RequestView, StepView};
 pub use trace::{Sampling, SpanKind, SpanRecord, SpanValue, TraceCounts, Traces};
+pub use trial::{Trial, TrialResult, UnknownPeer};
 
 use ledger::Ledger;
 use metrics::Metrics;

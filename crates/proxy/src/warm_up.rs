@@ -75,7 +75,9 @@ impl Default for Turn {
 }
 
 #[derive(Debug, thiserror::Error)]
-enum NotWarm {
+pub(crate) enum NotWarm {
+    #[error("the engines list no model in common")]
+    NoCommonModel,
     #[error(transparent)]
     Broken(#[from] UpstreamFailure),
     #[error("the {} engine answered {status}", .stage.label())]
@@ -104,7 +106,9 @@ pub(crate) async fn after_probe(core: &Arc<Core>, peer: &Arc<Peer>) {
     let mut failure = None;
     for (prefill, decode) in pairs(core, peer) {
         match exercise(core, &prefill, &decode).await {
-            Ok(()) => tracing::info!(prefill = %prefill.id, decode = %decode.id, "a pair is warm"),
+            Ok(_) | Err(NotWarm::NoCommonModel) => {
+                tracing::info!(prefill = %prefill.id, decode = %decode.id, "a pair is warm");
+            }
             Err(error) => failure = Some((prefill, decode, error)),
         }
     }
@@ -148,8 +152,13 @@ fn common_model(prefill: &Peer, decode: &Peer) -> Option<String> {
     models.iter().map(|served| &served.id).find(|model| decode.serves(model) && both_may(model)).cloned()
 }
 
-async fn exercise(core: &Arc<Core>, prefill: &Arc<Peer>, decode: &Arc<Peer>) -> Result<(), NotWarm> {
-    let Some(model) = common_model(prefill, decode) else { return Ok(()) };
+/// Makes one hand-off; of so many blocks.
+pub(crate) async fn exercise(
+    core: &Arc<Core>,
+    prefill: &Arc<Peer>,
+    decode: &Arc<Peer>,
+) -> Result<usize, NotWarm> {
+    let model = common_model(prefill, decode).ok_or(NotWarm::NoCommonModel)?;
     let order = Order { request: request(&model)?, settings: core.settings() };
     let id = RequestId::accept(None);
     let mut leg = PrefillLeg::start(core, prefill.enter(), &order, &id, own_headers(&id), true);
@@ -168,6 +177,7 @@ async fn exercise(core: &Arc<Core>, prefill: &Arc<Peer>, decode: &Arc<Peer>) -> 
     if prefill.saw_engine(&hand_off.engine_id) | prefill.saw_tp_size(hand_off.channel.tp_size) {
         core.pool.relearn();
     }
+    let blocks = hand_off.blocks;
     let mut lease = Lease::open(core, hand_off, prefill, &order, &id);
     let _in_flight = decode.enter();
     let leg = Leg {
@@ -186,7 +196,7 @@ async fn exercise(core: &Arc<Core>, prefill: &Arc<Peer>, decode: &Arc<Peer>) -> 
         return Err(NotWarm::Status { stage: Stage::Decode, status });
     }
     lease.read();
-    Ok(())
+    Ok(blocks)
 }
 
 #[cfg(test)]

@@ -226,7 +226,7 @@ pub(crate) async fn version(
 ///
 /// # Errors
 /// It does not answer.
-pub(super) async fn get(
+pub(crate) async fn get(
     peer: &Arc<Peer>,
     upstream: &Upstream,
     path: &str,

@@ -1,0 +1,95 @@
+//! The page about the command line, made of what `--help` prints.
+
+use std::fmt::Write as _;
+
+use clap::CommandFactory as _;
+
+use super::Cli;
+use super::fault::CODES;
+
+/// Columns of the help texts.
+const WIDTH: usize = 100;
+
+const HEAD: &str = "\
+# The command line
+
+`kvbaton docs cli > docs/cli.md` makes this page from the code.
+
+`kvbaton` without a subcommand runs the router, as `kvbaton serve` does. `peers`, `top` and `trace` ask a running
+router over its operators' endpoints (`docs/security.md`): `--router` says where those are, `--token-file` or
+`OPERATOR_TOKEN` holds the operator's token, and `--cert` with `--key` a certificate. No token is ever an argument.
+
+`kvbaton check` has every prefill engine hand off to every decode engine once, and says of each pair whether it works,
+what is wrong and what to do. It always uses a router's own hand-offs, not a copy of them: with `--router` those of the
+router that runs there; without it those of a router that it starts from the same settings, flags and environment as
+`serve`, on the same addresses (engines that register find it there), and ends afterwards. So without `--router` the
+addresses of the settings must be free, and what registered with it registers anew with the next router. Without
+engines in the settings it checks the simulated fleet. A pair works when its decode engine answers; where that engine
+counts its transfers (`vllm:nixl_xfer_time_seconds`), it must also have counted one meanwhile, which other requests
+on a busy router may hide.
+
+With `--output json`, `peers`, `trace` and `top --once` print what the router answered (`openapi.yaml`, `Peer`,
+`RequestTimeline`, the first frame of `/admin/events`), and `check` an object with `good`, `peers`, `pairs` and
+`findings`.
+
+    source <(kvbaton completions bash)      # or zsh, fish, elvish, powershell
+    kvbaton man | man -l -                  # kvbaton man --dir DIR writes a page for each subcommand
+
+## Exit codes
+
+| code | what it says |
+| --- | --- |
+";
+
+/// The whole page.
+pub(super) fn page() -> String {
+    let mut text = HEAD.to_owned();
+    for (code, what) in CODES {
+        let _ = writeln!(text, "| {code} | {what} |");
+    }
+    let mut command = Cli::command().term_width(WIDTH);
+    command.build();
+    section(&mut text, "kvbaton", &command);
+    text
+}
+
+fn section(text: &mut String, name: &str, command: &clap::Command) {
+    let help = command.clone().term_width(WIDTH).render_long_help().to_string();
+    let _ = write!(text, "\n## {name}\n\n```text\n");
+    for line in help.trim_end().lines() {
+        let _ = writeln!(text, "{}", line.trim_end());
+    }
+    text.push_str("```\n");
+    for below in command.get_subcommands() {
+        if !below.is_hide_set() && below.get_name() != "help" {
+            section(text, &format!("{name} {}", below.get_name()), below);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_page_of_the_command_line_is_fresh() {
+        let page = include_str!("../../docs/cli.md");
+        assert!(page == super::page(), "run `kvbaton docs cli > docs/cli.md`");
+    }
+
+    #[test]
+    fn the_command_line_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_subcommand_has_a_section() {
+        let page = page();
+        for name in
+            ["serve", "engine", "key new", "peers drain", "top", "trace", "check", "completions", "man"]
+        {
+            assert!(page.contains(&format!("\n## kvbaton {name}\n")), "{name}");
+        }
+        assert!(!page.contains("## kvbaton docs"));
+    }
+}
