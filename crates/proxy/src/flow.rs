@@ -14,7 +14,6 @@ use usage::Usage;
 
 /// One decode leg. Boxed by its owner: it is moved about.
 pub(crate) struct Flow {
-    account: Account,
     metrics: Arc<Metrics>,
     model: Arc<OfModel>,
     sent: Instant,
@@ -29,6 +28,8 @@ pub(crate) struct Flow {
     chunks: u64,
     steps: Batch,
     usage: Usage,
+    /// The last field: with the last account the request's own span ends, after these.
+    account: Account,
 }
 
 impl Flow {
@@ -45,7 +46,6 @@ impl Flow {
             None => Span::default(),
         };
         Box::new(Self {
-            account: account.clone(),
             metrics: Arc::clone(metrics),
             model,
             sent: Instant::now(),
@@ -58,6 +58,7 @@ impl Flow {
             chunks: 0,
             steps: Batch::default(),
             usage: Usage::default(),
+            account: account.clone(),
         })
     }
 
