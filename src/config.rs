@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use kvbaton_proxy::{
     AdmissionSettings, BreakerSettings, HandOffPolicy, Limits, Nixl, Pairing, PeerSpec, PeerSpecError, Probe,
-    Retry, Role, Settings, SideChannelSettings, StoreSettings, Streaming, Timeouts,
+    Retry, Role, Settings, SideChannelSettings, StoreSettings, Streaming, TimelineSettings, Timeouts,
 };
 use serde::{Deserialize, Serialize};
 
@@ -92,6 +92,8 @@ pub struct Config {
     pub stream: Streaming,
     /// The NIXL library.
     pub nixl: Nixl,
+    /// What is kept of past requests.
+    pub timeline: TimelineSettings,
 }
 
 impl Default for Config {
@@ -126,6 +128,7 @@ impl Default for Config {
             store: StoreSettings::default(),
             stream: Streaming::default(),
             nixl: Nixl::default(),
+            timeline: TimelineSettings::default(),
         }
     }
 }
@@ -227,6 +230,7 @@ impl Config {
             traces: kvbaton_proxy::Traces::default(),
             stream: self.stream.clone(),
             nixl: self.nixl.clone(),
+            timeline: self.timeline.clone(),
         }
     }
 

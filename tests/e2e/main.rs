@@ -35,6 +35,7 @@ mod no_nixl;
 mod notify;
 #[cfg(feature = "nixl")]
 mod notify_vllm;
+mod observe;
 mod program;
 mod registry;
 mod registry_bench;

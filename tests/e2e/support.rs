@@ -119,6 +119,8 @@ impl Builder {
         config.probe.interval = Duration::from_millis(100);
         config.shutdown.settle = Duration::ZERO;
         config.shutdown.limit = Duration::from_secs(10);
+        // Tests that look at what engines were asked know of no such question.
+        config.probe.metrics_interval = Duration::ZERO;
         // A loaded machine may be slow; whatever must be fast is measured by the test that says so.
         config.probe.timeout = Duration::from_secs(20);
         config.timeouts.prefill = Duration::from_secs(30);

@@ -5,7 +5,6 @@ mod leg;
 mod told;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering};
 
 use http::HeaderMap;
 use parking_lot::Mutex;
@@ -13,12 +12,11 @@ use tokio::time::Instant;
 
 use crate::admission::Permit;
 use crate::metrics::{Example, Metrics, Outcome};
+use crate::pool::peer::Peer;
 use crate::request_id::RequestId;
+use crate::timeline::{Record, Step, Timelines};
 use crate::trace::{Span, Trace, Traces};
 pub(crate) use told::Told;
-
-/// What is said of a client that left before its answer was complete.
-const CLIENT_LEFT: u16 = 499;
 
 /// A request's account; clones share it, and with the last one it is closed. Nobody having said how the
 /// request ended, its client has left.
@@ -28,12 +26,8 @@ pub struct Account(Arc<Entry>);
 #[derive(Debug)]
 struct Entry {
     metrics: Arc<Metrics>,
-    request_id: RequestId,
-    endpoint: &'static str,
-    began: Instant,
-    outcome: AtomicU8,
-    status: AtomicU16,
-    sent: AtomicU64,
+    timelines: Arc<Timelines>,
+    record: Arc<Record>,
     permit: Mutex<Option<Permit>>,
     told: Mutex<Told>,
     trace: Trace,
@@ -43,20 +37,17 @@ struct Entry {
 impl Account {
     pub(crate) fn open(
         metrics: Arc<Metrics>,
+        timelines: Arc<Timelines>,
         traces: &Traces,
         request_id: RequestId,
         endpoint: &'static str,
         headers: &HeaderMap,
     ) -> Self {
-        let trace = traces.begin(headers);
+        let (record, trace) = (timelines.open(request_id, endpoint), traces.begin(headers));
         Self(Arc::new(Entry {
             metrics,
-            request_id,
-            endpoint,
-            began: Instant::now(),
-            outcome: AtomicU8::new(Outcome::Abandoned as u8),
-            status: AtomicU16::new(CLIENT_LEFT),
-            sent: AtomicU64::new(0),
+            timelines,
+            record,
             permit: Mutex::default(),
             told: Mutex::default(),
             root: Mutex::new(trace.root(told::root_name(endpoint))),
@@ -66,7 +57,7 @@ impl Account {
 
     /// When the request's head had been read.
     pub(crate) fn began(&self) -> Instant {
-        self.0.began
+        self.0.record.began()
     }
 
     /// The request's trace.
@@ -86,9 +77,9 @@ impl Account {
 
     /// The surface answers with an error of this status. What the core has said of its reason stays.
     pub fn refused(&self, status: u16) {
-        self.0.status.store(status, Ordering::Relaxed);
-        if self.outcome() == Outcome::Abandoned {
-            self.0.outcome.store(Outcome::of_status(status) as u8, Ordering::Relaxed);
+        self.0.record.set_status(status);
+        if self.0.record.outcome() == Outcome::Abandoned {
+            self.0.record.set_outcome(Outcome::of_status(status));
         }
     }
 
@@ -106,54 +97,66 @@ impl Account {
 
     /// Why there is no answer of an engine; the surface knows the status.
     pub(crate) fn failed(&self, outcome: Outcome) {
-        self.0.outcome.store(outcome as u8, Ordering::Relaxed);
+        self.0.record.set_outcome(outcome);
     }
 
     /// The answer with this status is out, or ends here.
     pub(crate) fn ended(&self, outcome: Outcome, status: u16) {
-        self.0.outcome.store(outcome as u8, Ordering::Relaxed);
-        self.0.status.store(status, Ordering::Relaxed);
+        self.0.record.set_outcome(outcome);
+        self.0.record.set_status(status);
     }
 
     /// Bytes of the answer's body went out.
     pub(crate) fn sent(&self, bytes: usize) {
-        self.0.sent.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.0.record.sent(bytes);
     }
 
-    fn outcome(&self) -> Outcome {
-        Outcome::of_code(self.0.outcome.load(Ordering::Relaxed))
+    /// Its body was read, and can be served.
+    pub(crate) fn read(&self, model: &str, stream: bool, bytes: usize, key: Option<&Arc<str>>) {
+        self.0.record.read(model, stream, bytes, key);
+    }
+
+    /// Something happened to the request.
+    pub(crate) fn step(&self, step: Step) {
+        self.0.record.step(step, None);
+    }
+
+    /// Something happened to the request with a peer.
+    pub(crate) fn step_with(&self, peer: &Peer, step: Step) {
+        self.0.record.step(step, Some(&peer.name));
     }
 }
 
 impl Drop for Entry {
     fn drop(&mut self) {
-        let outcome = Outcome::of_code(*self.outcome.get_mut());
-        let (status, sent) = (*self.status.get_mut(), *self.sent.get_mut());
+        self.timelines.close(&self.record);
+        let (outcome, status) = (self.record.outcome(), self.record.status());
+        let (endpoint, took) = (self.record.endpoint(), self.record.began().elapsed());
         let told = std::mem::take(self.told.get_mut());
-        let took = self.began.elapsed();
         let model = told.of_model.clone().unwrap_or_else(|| self.metrics.other());
-        self.metrics.request_ended(self.endpoint, &model, status, outcome);
+        self.metrics.request_ended(endpoint, &model, status, outcome);
         model.request_took(took, self.trace.sampled());
         model.prompt_had(told.prompt_tokens.unwrap_or(0), told.cached_tokens.unwrap_or(0));
         model.generated(told.output_tokens.unwrap_or(0));
+        let request_id = self.record.request_id().as_str();
         let mut root = std::mem::take(self.root.get_mut());
         if root.is_recorded() {
-            told.describe(&mut root, self.endpoint);
+            told.describe(&mut root, endpoint);
             root.say("http.response.status_code", || status);
             root.say("kvbaton.outcome", || outcome.label());
-            root.say("kvbaton.request_id", || self.request_id.as_str());
+            root.say("kvbaton.request_id", || request_id);
             if !matches!(outcome, Outcome::Served | Outcome::ClientError) {
                 root.failed(outcome.label());
             }
         }
         drop(root);
         told.log(&told::Line {
-            request_id: self.request_id.as_str(),
+            request_id,
             trace_id: self.trace.id(),
-            endpoint: self.endpoint,
+            endpoint,
             status,
             outcome: outcome.label(),
-            sent,
+            sent: self.record.sent_bytes(),
             took,
         });
     }
@@ -168,6 +171,7 @@ mod tests {
         let metrics = Metrics::new();
         let account = Account::open(
             Arc::clone(&metrics),
+            Timelines::new(1),
             &Traces::default(),
             RequestId::accept(None),
             "completions",

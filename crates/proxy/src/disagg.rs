@@ -25,6 +25,7 @@ use crate::retry::{self, Verdict};
 use crate::settings::{OnMissing, Settings};
 use crate::splice::Spliced;
 use crate::stream::RelayBody;
+use crate::timeline::Step;
 use crate::upstream::{Leg, own_headers};
 use second_leg::engine_answered;
 use tries::{Stopped, Tries};
@@ -84,11 +85,11 @@ impl Core {
         body: Bytes,
     ) -> Result<Order, ProxyError> {
         self.retries.deposit();
+        let (settings, bytes) = (self.settings(), body.len());
         exchange.account.tell(|told| {
-            told.received = body.len();
+            told.received = bytes;
             told.key.clone_from(&exchange.client.key);
         });
-        let settings = self.settings();
         let request = ClientRequest::parse(endpoint, body, settings.hand_off.client_injected);
         let read = request.map_err(ProxyError::from).and_then(|request| {
             exchange.client.check_model(request.model())?;
@@ -99,6 +100,8 @@ impl Core {
                 told.is_stream = request.wants_stream();
             });
             settings.admission.check_size(&request)?;
+            let (model, stream) = (request.model(), request.wants_stream());
+            exchange.account.read(model, stream, bytes, exchange.client.key.as_ref());
             Ok(Order { request, settings })
         });
         read.inspect_err(|_| exchange.account.failed(Outcome::ClientError))
@@ -134,9 +137,11 @@ impl Core {
         let mut tries = Tries::new(&settings.retry, exchange.account.clone());
         self.pool.learn(&self.registry);
         self.admit(settings, Some(&order.request), exchange).await?;
+        exchange.account.step(Step::Admitted);
         // D first: without one, a prefill would only strand blocks.
         let choose = || self.choose_decode(order, &tries);
         let mut in_flight = exchange.account.choosing(Stage::Decode, choose)?;
+        exchange.account.step_with(&in_flight.peer, Step::DecodeChosen);
         let mut lease = self.hand_off(order, exchange, &in_flight.peer, &mut tries).await?;
         exchange.account.prefilled();
         loop {

@@ -105,20 +105,9 @@ impl Core {
         let peers = self.pool.all();
         self.metrics
             .health(peers.iter().map(|peer| (peer.spec.role.stage(), peer.id.clone(), peer.health.view())));
-        let condition = |peer: &Peer| {
-            let standing = &peer.standing;
-            match () {
-                () if standing.is_leaving() => "leaving",
-                () if standing.is_drained() => "drained",
-                () if !peer.is_ready() => "unready",
-                () if !standing.is_open() => "closed",
-                () if !peer.warmth.is_warm() => "cold",
-                () => "open",
-            }
-        };
         let stage = |peer: &Peer| peer.spec.role.stage();
         let quarantined = peers.iter().filter(|peer| peer.standing.is_quarantined());
-        let conditions = peers.iter().map(|peer| (stage(peer), condition(peer)));
+        let conditions = peers.iter().map(|peer| (stage(peer), peer.condition()));
         self.metrics.fleet(
             conditions.chain(quarantined.map(|peer| (stage(peer), "quarantined"))),
             peers.iter().filter_map(|peer| Some((stage(peer), peer.standing.restarts()?.count))),

@@ -4,6 +4,7 @@
 mod usage;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::time::Instant;
 
@@ -76,14 +77,13 @@ impl Flow {
         self.hand_off.failed(kind);
     }
 
-    /// Bytes of the body came; only the first ones are news.
-    pub(crate) fn came(&mut self, now: Instant) {
-        if let Some(since) = self.handed_over.take() {
-            let took = now.saturating_duration_since(since);
-            self.metrics.took(Took::HandOver, took, self.account.example());
-            self.account.tell(|told| told.handed_over = Some(took));
-            self.hand_off = Span::default();
-        }
+    /// The body's first bytes came; how long after the prefill answer, if there was one.
+    pub(crate) fn came(&mut self) -> Option<Duration> {
+        let took = self.handed_over.take()?.elapsed();
+        self.metrics.took(Took::HandOver, took, self.account.example());
+        self.account.tell(|told| told.handed_over = Some(took));
+        self.hand_off = Span::default();
+        Some(took)
     }
 
     /// The answer is a stream of events.
@@ -114,7 +114,6 @@ impl Flow {
 
     /// An answer that was held whole.
     pub(crate) fn whole(&mut self, answer: &[u8]) {
-        self.came(Instant::now());
         self.usage.look_in(answer);
     }
 }

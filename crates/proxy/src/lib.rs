@@ -24,6 +24,7 @@ mod model;
 mod notify;
 mod pool;
 mod prefill;
+mod pulse;
 mod registry;
 mod registry_address;
 mod relay;
@@ -36,6 +37,7 @@ mod side_channel;
 pub mod splice;
 mod store;
 mod stream;
+mod timeline;
 mod trace;
 mod upstream;
 mod warm_up;
@@ -64,10 +66,11 @@ pub use ledger::{HandOffState, HandOffView};
 pub use metrics::{MetricDoc, MetricsFormat, metric_docs, metrics_table};
 pub use notify::NotifyView;
 pub use pool::{
-    Authorization, BreakerSettings, BreakerState, HealthView, ModelList, OperatorState, PairView, PeerFault,
-    PeerPlace, PeerSpec, PeerSpecError, PeerState, PeerView, QuarantineView, Readiness, Restarts, Role,
-    Verdict, is_host,
+    Authorization, BreakerSettings, BreakerState, EngineLoadView, HealthView, ModelList, OperatorState,
+    PairView, PeerFault, PeerPlace, PeerSpec, PeerSpecError, PeerState, PeerView, QuarantineView, Readiness,
+    Restarts, Role, Verdict, is_host,
 };
+pub use pulse::{Pulse, PulseFrame, TooManyViewers};
 pub use registry::{
     AboutEngine, ChangeKind, Changes, ClockReading, Echo, EngineRecord, EngineRole, EngineState,
     EngineSummary, EngineView, FieldProblem, Found, Heartbeat, Missing, PayloadPart, Rank, RankId,
@@ -80,12 +83,13 @@ pub use request::{BadRequest, Endpoint, InjectedHandOff};
 pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{
     AddressCheck, HandOffPolicy, Limits, Nixl, OnMissing, Pairing, Probe, Retry, Settings, Streaming,
-    Timeouts, UnknownPairs,
+    Timelines as TimelineSettings, Timeouts, UnknownPairs,
 };
 pub use side_channel::channels::{SideChannelState, SideChannelView};
 pub use side_channel::settings::{FrontSettings, NotPorts, PortRange, ReadSideChannels, SideChannelSettings};
 pub use store::{StoreFault, StoreKind, StoreSettings, StoreView};
 pub use stream::{EventError, RelayBody, RelayError, error_event};
+pub use timeline::{RequestFacts, RequestTimeline, RequestView, StepView};
 pub use trace::{Sampling, SpanKind, SpanRecord, SpanValue, TraceCounts, Traces};
 
 use ledger::Ledger;
@@ -93,6 +97,7 @@ use metrics::Metrics;
 use pool::Pool;
 use side_channel::SideChannels;
 use store::Storage;
+use timeline::Timelines;
 use upstream::Upstream;
 
 /// What every part of the core shares.
@@ -109,6 +114,8 @@ struct Core {
     retries: retry::Budget,
     admission: Arc<admission::Admission>,
     side_channels: SideChannels,
+    timelines: Arc<Timelines>,
+    viewers: pulse::Viewers,
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
     stop: CancellationToken,
@@ -164,6 +171,8 @@ impl Proxy {
             notifier,
             pool: Pool::new(settings.pairing.clone(), settings.breaker.clone(), upstream.dials().clone()),
             side_channels: SideChannels::default(),
+            timelines: Timelines::new(settings.timeline.requests),
+            viewers: pulse::Viewers::default(),
             upstream,
             held,
             metrics,
@@ -174,6 +183,7 @@ impl Proxy {
             settings: ArcSwap::from_pointee(settings),
         });
         pool::probe::watch(Arc::clone(&core));
+        pool::scrape::watch(Arc::clone(&core));
         fleet::follow(Arc::clone(&core));
         side_channel::start(&core);
         core.tasks.spawn(core.registry.clone().expire_until(core.stop.clone()));
@@ -186,8 +196,21 @@ impl Proxy {
     /// of few.
     #[must_use]
     pub fn account(&self, request_id: &RequestId, endpoint: &'static str, headers: &HeaderMap) -> Account {
-        let (metrics, traces) = (Arc::clone(&self.core.metrics), &self.core.settings().traces);
-        Account::open(metrics, traces, request_id.clone(), endpoint, headers)
+        let (metrics, timelines) = (Arc::clone(&self.core.metrics), Arc::clone(&self.core.timelines));
+        let traces = &self.core.settings().traces;
+        Account::open(metrics, timelines, traces, request_id.clone(), endpoint, headers)
+    }
+
+    /// The last requests, the newest first and at most so many; only running or only ended ones if asked.
+    #[must_use]
+    pub fn requests(&self, limit: usize, running: Option<bool>) -> Vec<RequestView> {
+        self.core.timelines.views(limit, running)
+    }
+
+    /// What happened to the newest request of this id, if it is still known.
+    #[must_use]
+    pub fn request(&self, request_id: &str) -> Option<RequestTimeline> {
+        self.core.timelines.view(request_id)
     }
 
     /// The room for bodies, of requests being read too.

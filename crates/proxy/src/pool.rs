@@ -3,15 +3,19 @@
 mod adopt;
 pub(crate) mod breaker;
 mod exchange;
+mod glance;
 pub(crate) mod health;
+pub(crate) mod load;
 pub(crate) mod matrix;
 pub(crate) mod operator;
 mod outcome;
 pub(crate) mod pairing;
 pub(crate) mod peer;
 pub(crate) mod probe;
+pub(crate) mod scrape;
 mod spec;
 pub(crate) mod standing;
+pub(crate) mod traffic;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -26,6 +30,7 @@ pub(crate) use adopt::Adopted;
 pub use breaker::{BreakerSettings, BreakerState};
 use health::Health;
 pub use health::HealthView;
+pub use load::EngineLoadView;
 use matrix::{Matrix, PairKey, pair_key};
 pub use matrix::{PairView, QuarantineView};
 use operator::Operator;
@@ -374,6 +379,11 @@ impl Pool {
     /// Whether any open pair can hand off.
     pub(crate) fn has_pair(&self) -> bool {
         self.snapshot.load().decode.iter().any(|decode| decode.is_open() && self.has_partner(decode))
+    }
+
+    /// The verdicts as they were made last, and the peers of now.
+    pub(crate) fn judged(&self) -> (Arc<Matrix>, Arc<Snapshot>) {
+        (self.matrix.load_full(), self.snapshot.load_full())
     }
 
     /// Every pair, with what is known of it.

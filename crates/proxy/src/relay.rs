@@ -19,6 +19,7 @@ use crate::metrics::Outcome;
 use crate::request::{Endpoint, pass_through_body};
 use crate::settings::Settings;
 use crate::stream::{Bounds, Events, Guards, RelayBody};
+use crate::timeline::Step;
 use crate::upstream::{Leg, X_DATA_PARALLEL_RANK, request_headers, response_headers};
 
 impl Core {
@@ -47,6 +48,7 @@ impl Core {
         let failure = |broken| UpstreamFailure::new(Stage::Decode, broken, Progress::Answering);
         let whole = timeout_at(ends, self.upstream.collect(Stage::Decode, body, limit)).await;
         let whole = whole.map_err(|_late| failure(Broken::Total))??;
+        guards.began(false);
         guards.flow.whole(&whole);
         guards.engine_served();
         let part = guards.part.take().filter(|_| head.status.is_success());
@@ -89,6 +91,7 @@ impl Core {
         let whole = body.clone();
         let body = pass_through_body(body, settings.hand_off.client_injected)?;
         self.admit(&settings, None, exchange).await?;
+        exchange.account.step(Step::Admitted);
         self.pool.learn(&self.registry);
         // Engines of a credential for certain models get no request of which that is not known.
         let model = if self.pool.has_bound() { client::only_model(&whole) } else { None };
@@ -107,6 +110,7 @@ impl Core {
             headers: headers.clone(),
             body,
         };
+        exchange.account.step_with(&peer, Step::DecodeSent);
         let head = settings.timeouts.decode_head;
         let sent = match self.upstream.send(leg(body.clone()), head).await {
             Err(failure) if failure.stale => self.upstream.send_anew(leg(body), head).await,
@@ -118,6 +122,7 @@ impl Core {
         })?;
         let status = answer.status().as_u16();
         flow.answered(status);
+        exchange.account.step_with(&peer, Step::DecodeHead(status));
         // What else an engine answers on an endpoint that is not known here may be the request's fault.
         if status == 503 {
             peer.blamed();
@@ -132,6 +137,7 @@ impl Core {
             status,
             metrics: Arc::clone(&self.metrics),
             flow,
+            from: None,
         };
         self.relay(&settings, answer, guards).await.map_err(|failure| self.engine_failed(&peer, failure))
     }

@@ -174,6 +174,7 @@ impl TlsWire {
     }
 
     /// As [`TlsWire::ask`] of a server that ends connections without a word of TLS.
+    #[cfg(feature = "etcd")]
     pub(crate) async fn ask_abrupt(self, head: &str, body: &str) -> std::io::Result<(u16, String)> {
         self.exchange(head, body, true).await
     }

@@ -16,7 +16,7 @@ impl Account {
         let trace = self.trace();
         let mut span = trace.span(stage.label(), SpanKind::Client);
         if span.is_recorded() {
-            if let Some(operation) = told::operation(self.0.endpoint) {
+            if let Some(operation) = told::operation(self.0.record.endpoint()) {
                 span.say("gen_ai.operation.name", || operation);
                 span.say("gen_ai.provider.name", || "vllm");
             }

@@ -20,6 +20,7 @@ use crate::prefill::PrefillLeg;
 use crate::request::BypassReason;
 use crate::retry::{self, PrefillFault, Verdict};
 use crate::settings::OnMissing;
+use crate::timeline::Step;
 use crate::upstream::request_headers;
 
 impl Core {
@@ -35,6 +36,7 @@ impl Core {
         let dialect = (!decode.hands_off_on(order.endpoint())).then_some(BypassReason::Dialect);
         if let Some(reason) = order.bypass().or(dialect) {
             self.metrics.bypassed(reason.label());
+            exchange.account.step(Step::Bypassed(reason.label()));
             return Ok(None);
         }
         let choose = |tries: &Tries| {
@@ -44,6 +46,7 @@ impl Core {
         };
         if self.pool.none_hands_off_on(order.endpoint()) {
             self.metrics.bypassed(BypassReason::Dialect.label());
+            exchange.account.step(Step::Bypassed(BypassReason::Dialect.label()));
             return Ok(None);
         }
         let mut failed = None;
@@ -53,6 +56,7 @@ impl Core {
                 Err(nobody) => return self.without_prefill(failed.unwrap_or(nobody), order, exchange),
             };
             let peer = Arc::clone(&in_flight.peer);
+            exchange.account.step_with(&peer, Step::PrefillChosen);
             let fault = match self.prefill(order, exchange, in_flight, tries).await {
                 Ok(prefilled) => return prefilled,
                 Err(fault) => fault,
@@ -91,13 +95,16 @@ impl Core {
         let mut span = exchange.account.leg(Stage::Prefill, &peer, &mut headers);
         let began = Instant::now();
         let mut leg = PrefillLeg::start(self, in_flight, order, &exchange.request_id, headers, tries.resent);
+        exchange.account.step_with(&peer, Step::PrefillSent);
         let (head, answer) = match leg.answer().await {
             Ok(answered) => answered,
             Err(failure) => {
                 span.failed(failure.broken.label());
+                exchange.account.step_with(&peer, Step::PrefillFailed(failure.broken.label()));
                 return Err(PrefillFault::Broke(failure));
             }
         };
+        exchange.account.step_with(&peer, Step::PrefillAnswered(head.status().as_u16()));
         self.metrics.took(Took::Prefill, began.elapsed(), exchange.account.example());
         exchange.account.tell(|told| told.prefilled = Some(began.elapsed()));
         span.say("http.response.status_code", || head.status().as_u16());
@@ -123,6 +130,7 @@ impl Core {
                 });
                 span.say("kvbaton.blocks", || hand_off.blocks);
                 self.metrics.decided("disaggregated", "pair");
+                exchange.account.step_with(&peer, Step::HandedOff(hand_off.blocks as u64));
                 self.side_channel_named(&peer, &hand_off);
                 if peer.saw_engine(&hand_off.engine_id) | peer.saw_tp_size(hand_off.channel.tp_size) {
                     self.pool.relearn();
@@ -141,6 +149,7 @@ impl Core {
             let (request_id, error) = (exchange.request_id.as_str(), refused.refusal);
             tracing::warn!(request_id, peer = %peer.id, %error, "a hand-off names an address that is not its peer's");
             self.metrics.hand_off_refused(&error);
+            exchange.account.step_with(&peer, Step::HandOffRefused(error.reason()));
             return Ok(Err(ProxyError::HandOff(error).into()));
         }
         Ok(self.without_hand_off(refused.refusal, order, exchange).map(|()| None))
@@ -157,6 +166,7 @@ impl Core {
             OnMissing::Fail => Err(Stopped::Error(error)),
             OnMissing::DecodeOnly => {
                 self.metrics.bypassed("no_prefill");
+                exchange.account.step(Step::Bypassed("no_prefill"));
                 let request_id = exchange.request_id.as_str();
                 tracing::warn!(request_id, %error, "no prefill engine, the decode engine computes the prompt");
                 Ok(None)
@@ -172,6 +182,7 @@ impl Core {
         exchange: &Exchange,
     ) -> Result<(), Stopped> {
         self.metrics.hand_off_refused(&refusal);
+        exchange.account.step(Step::HandOffRefused(refusal.reason()));
         let request_id = exchange.request_id.as_str();
         match order.settings.hand_off.on_missing {
             OnMissing::Fail => {

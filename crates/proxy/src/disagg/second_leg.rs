@@ -15,6 +15,7 @@ use crate::pool::peer::{InFlight, Peer};
 use crate::relay::decode_headers;
 use crate::retry::{self, Verdict};
 use crate::stream::Guards;
+use crate::timeline::Step;
 use crate::upstream::Leg;
 
 impl Core {
@@ -32,6 +33,7 @@ impl Core {
     ) -> Result<(Response<Incoming>, Guards), (UpstreamFailure, Option<Lease>)> {
         let peer = Arc::clone(&in_flight.peer);
         let handed_over = lease.as_ref().and_then(Lease::granted);
+        let from = lease.as_ref().and_then(Lease::prefill).map(|prefill| Arc::clone(&prefill.name));
         let part = lease.as_ref().and_then(Lease::part);
         exchange.account.tell(|told| {
             told.prefill = lease.as_ref().and_then(Lease::prefill).cloned();
@@ -52,6 +54,7 @@ impl Core {
         if let Some(lease) = &mut lease {
             lease.dispatched(&peer);
         }
+        exchange.account.step_with(&peer, Step::DecodeSent);
         let head = order.settings.timeouts.decode_head;
         let sent =
             if anew { self.upstream.send_anew(leg, head).await } else { self.upstream.send(leg, head).await };
@@ -59,11 +62,13 @@ impl Core {
             Ok(answer) => answer,
             Err(failure) => {
                 flow.failed(failure.broken.label());
+                exchange.account.step_with(&peer, Step::DecodeFailed(failure.broken.label()));
                 let unseen = retry::after_decode(failure) == Verdict::AgainWithTheSameHandOff;
                 return Err((failure, lease.filter(|_| unseen).map(Lease::unseen)));
             }
         };
         flow.answered(answer.status().as_u16());
+        exchange.account.step_with(&peer, Step::DecodeHead(answer.status().as_u16()));
         if answer.status().is_server_error() {
             match &lease {
                 // With this status an engine also says that it could not read the blocks.
@@ -88,6 +93,7 @@ impl Core {
             status,
             metrics: Arc::clone(&self.metrics),
             flow,
+            from,
         };
         Ok((answer, guards))
     }

@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, ArcSwapOption};
 use http::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use http::uri::{Authority, PathAndQuery, Scheme, Uri};
 use kv_connector::protocol::params::Generation;
@@ -16,9 +16,11 @@ use tokio::time::Instant;
 
 use super::breaker::{BreakerSettings, Ticket};
 use super::health::{Health, HealthView};
+use super::load::{EngineLoad, EngineLoadView};
 use super::pairing::Identity;
 pub use super::spec::{Authorization, PeerSpec, PeerSpecError, Role, is_host};
 use super::standing::{Restarts, Standing};
+use super::traffic::Traffic;
 use crate::notify::{Notifier, NotifyView};
 use crate::registry::{EngineState, canonical_base_url};
 use crate::request::Endpoint;
@@ -89,6 +91,8 @@ impl PeerFault {
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) id: String,
+    /// The id, for whoever keeps it.
+    pub(crate) name: Arc<str>,
     pub(crate) spec: PeerSpec,
     scheme: Scheme,
     authority: Authority,
@@ -110,6 +114,12 @@ pub(crate) struct Peer {
     pub(crate) identity: ArcSwap<Identity>,
     /// Its side channels as the router reads them.
     pub(crate) channels: Channels,
+    /// What its metrics page said last.
+    pub(crate) load: ArcSwapOption<EngineLoad>,
+    /// What this decode peer was handed off of late.
+    pub(crate) traffic: Traffic,
+    /// Failures that requests met.
+    errors: AtomicU64,
 }
 
 impl Peer {
@@ -139,6 +149,7 @@ impl Peer {
         let observed = Observed { generation: spec.generation, ..Observed::default() };
         let channels = Channels::of(&spec);
         Ok(Self {
+            name: id.as_str().into(),
             id,
             address: canonical_base_url(&spec.url),
             spec,
@@ -156,6 +167,9 @@ impl Peer {
             observed: RwLock::new(observed),
             identity: ArcSwap::default(),
             channels,
+            load: ArcSwapOption::empty(),
+            traffic: Traffic::default(),
+            errors: AtomicU64::new(0),
         })
     }
 
@@ -317,6 +331,7 @@ impl Peer {
     /// Records a failure that a request met; a lost connection makes the peer unreachable until
     /// its next good probe.
     pub(crate) fn failed(&self, kind: &str, unreachable: bool) {
+        self.errors.fetch_add(1, Ordering::Relaxed);
         let mut observed = self.observed.write();
         observed.last_error = Some(PeerFault::now(kind));
         if unreachable {
@@ -324,6 +339,11 @@ impl Peer {
             drop(observed);
             self.forget_met();
         }
+    }
+
+    /// How many failures requests met with it.
+    pub(crate) fn errors(&self) -> u64 {
+        self.errors.load(Ordering::Relaxed)
     }
 
     /// The engine may have restarted: it knows nobody any more.
@@ -374,6 +394,8 @@ impl Peer {
             authorization: self.spec.authorization,
             last_error: observed.last_error.clone(),
             side_channels: self.channels.views(),
+            errors: self.errors(),
+            load: self.load.load().as_ref().map(|load| load.view()),
             notify,
         }
     }
@@ -442,6 +464,10 @@ pub struct PeerView {
     pub last_error: Option<PeerFault>,
     /// Its ZMQ side channels as the router reads them.
     pub side_channels: Vec<SideChannelView>,
+    /// Failures that requests met with it.
+    pub errors: u64,
+    /// How busy the engine says that it is, if its metrics page is read.
+    pub load: Option<EngineLoadView>,
     /// Whether it is told over NIXL of hand-offs that will not be read.
     pub notify: NotifyView,
 }
