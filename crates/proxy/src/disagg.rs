@@ -6,7 +6,6 @@ use std::sync::Arc;
 use bytes::Bytes;
 use http::header::HeaderMap;
 use http::{Method, Response, StatusCode};
-use hyper::body::Incoming;
 use tokio::time::Instant;
 
 use crate::Core;
@@ -27,6 +26,7 @@ use crate::settings::{OnMissing, Retry};
 use crate::splice::Spliced;
 use crate::stream::{Guards, RelayBody};
 use crate::upstream::{Leg, own_headers, request_headers, route};
+use crate::wire::EngineBody;
 
 /// What a request brings besides its body.
 #[derive(Clone, Debug)]
@@ -393,7 +393,7 @@ impl Core {
         in_flight: InFlight,
         mut lease: Option<Lease>,
         anew: bool,
-    ) -> Result<(Response<Incoming>, Guards), (UpstreamFailure, Option<Lease>)> {
+    ) -> Result<(Response<EngineBody>, Guards), (UpstreamFailure, Option<Lease>)> {
         let peer = Arc::clone(&in_flight.peer);
         let handed_over = lease.as_ref().and_then(Lease::granted);
         let part = lease.as_ref().and_then(Lease::part);

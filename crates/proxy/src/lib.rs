@@ -37,6 +37,7 @@ mod store;
 mod stream;
 mod upstream;
 mod warm_up;
+mod wire;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use bytes::Bytes;
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, Response};
-use hyper::body::Incoming;
 use tokio::time::{Instant, timeout_at};
 
 use crate::Core;
@@ -17,13 +16,14 @@ use crate::metrics::Outcome;
 use crate::request::{Endpoint, pass_through_body};
 use crate::stream::{Bounds, Events, Guards, RelayBody};
 use crate::upstream::{Leg, X_DATA_PARALLEL_RANK, request_headers, response_headers};
+use crate::wire::EngineBody;
 
 impl Core {
     /// Turns D's answer into the client's: JSON is held whole, so that it arrives complete or not
     /// at all and without the hand-off; everything else passes as it comes.
     pub(crate) async fn relay(
         &self,
-        answer: Response<Incoming>,
+        answer: Response<EngineBody>,
         mut guards: Guards,
     ) -> Result<Response<RelayBody>, UpstreamFailure> {
         let (mut head, body) = answer.into_parts();
