@@ -5,6 +5,7 @@
 mod access;
 mod admin;
 mod cors;
+mod direct;
 mod error;
 mod extract;
 mod framing;
@@ -27,6 +28,7 @@ use kvbaton_proxy::{Endpoint, Proxy};
 
 pub use access::{Access, CertificateNames, Credential, Duty, NotLocal, Rules, SecretDigest, SecretError};
 pub use cors::{Cors, NotAnOrigin, Origins};
+pub use direct::Surface;
 pub use reload::{NotReloaded, Reload, Reloaded, SharedLimits};
 
 use crate::access::Gate;

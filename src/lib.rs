@@ -11,6 +11,7 @@ mod server;
 pub mod shutdown;
 pub mod telemetry;
 mod tls;
+mod workers;
 
 use std::io;
 use std::net::SocketAddr;
@@ -31,6 +32,7 @@ use reload::Reloader;
 use secrets::SecretStore;
 pub use secrets::SecretsError;
 pub use tls::{TlsError, TlsFault};
+pub use workers::Workers;
 
 /// How long before the end of the budget what still runs is told to end.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -67,6 +69,7 @@ pub struct App {
     secrets: SecretStore,
     embedded_token: String,
     source: Option<reload::Source>,
+    workers: Option<Arc<Workers>>,
 }
 
 impl Config {
@@ -90,7 +93,7 @@ impl Config {
         let embedded_token = secrets::random_secret();
         let embedded = self.embeds_fleet().then(|| fleet::credential(&embedded_token)).transpose()?;
         let secrets = SecretStore::load(&self, embedded, listeners.tls())?;
-        Ok(App { config: self, listeners, secrets, embedded_token, source: None })
+        Ok(App { config: self, listeners, secrets, embedded_token, source: None, workers: None })
     }
 }
 
@@ -111,12 +114,19 @@ impl App {
         self
     }
 
+    /// Answers clients on these threads instead of on the runtime that starts the program.
+    #[must_use]
+    pub fn answer_on(mut self, workers: Workers) -> Self {
+        self.workers = Some(Arc::new(workers));
+        self
+    }
+
     /// Starts serving, and the embedded fleet if the settings ask for one.
     ///
     /// # Errors
     /// An engine of the settings cannot be used, or an embedded one did not start.
     pub async fn spawn(self) -> Result<Running, StartError> {
-        let Self { config, listeners, secrets, embedded_token, source } = self;
+        let Self { config, listeners, secrets, embedded_token, source, workers } = self;
         let secrets = Arc::new(secrets);
         let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
         let mut core = config.core();
@@ -143,7 +153,8 @@ impl App {
             reload: reloader.endpoint(),
         };
         let addrs = listeners.addrs();
-        let servers = listeners.serve(&state, &config.connections, config.stream.half_close, &tasks);
+        let bounds = (&config.connections, config.stream.half_close);
+        let servers = listeners.serve(&state, bounds, workers.as_ref(), &tasks);
         tasks.spawn({
             let (secrets, stop) = (Arc::clone(&secrets), stop.clone());
             async move { stop.run_until_cancelled(secrets.follow()).await.unwrap_or(()) }
@@ -159,7 +170,7 @@ impl App {
         for engine in &engines {
             proxy.add_peer(PeerSpec::new(engine.role, engine.engine.url()))?;
         }
-        Ok(Running { addrs, engines, proxy, config, servers, secrets, reloader, tasks, stop })
+        Ok(Running { addrs, engines, proxy, config, servers, secrets, reloader, tasks, stop, workers })
     }
 }
 
@@ -184,6 +195,7 @@ pub struct Running {
     reloader: Arc<Reloader>,
     tasks: TaskTracker,
     stop: CancellationToken,
+    workers: Option<Arc<Workers>>,
 }
 
 impl Running {
@@ -271,7 +283,7 @@ impl Running {
     /// Leaves in order: not ready, settle, no new connections, finish what runs. Returns whether
     /// everything ended within the limit.
     pub async fn drain(self) -> bool {
-        let Self { engines, proxy, servers, reloader, tasks, stop, .. } = self;
+        let Self { engines, proxy, servers, reloader, tasks, stop, workers, .. } = self;
         let config = reloader.now.lock().await.clone();
         drop(reloader);
         let deadline = tokio::time::Instant::now() + config.shutdown.limit;
@@ -300,6 +312,7 @@ impl Running {
         drop(proxy);
         tasks.close();
         let ended = tokio::time::timeout_at(deadline, tasks.wait()).await.is_ok();
+        drop(workers);
         for engine in engines {
             engine.engine.shutdown().await;
         }

@@ -9,7 +9,7 @@ use kvbaton_proxy::{OnMissing, Role};
 use super::{runtime, say};
 use crate::config::{Config, Flags, load};
 use crate::shutdown::{Asked, Signals};
-use crate::{Running, telemetry};
+use crate::{Running, Workers, telemetry};
 
 /// How long the announcement waits for a pair, so that its line names a model and works at once.
 const FIRST_PROBES: Duration = Duration::from_secs(2);
@@ -25,7 +25,9 @@ pub(super) fn run(flags: Flags) -> anyhow::Result<ExitCode> {
 
 async fn serve(config: Config, flags: Flags) -> anyhow::Result<ExitCode> {
     let mut signals = Signals::listen()?;
-    let running = config.build().await?.reload_from(move || load(&flags, std::env::vars())).spawn().await?;
+    let workers = Workers::start(config.connections.threads)?;
+    let app = config.build().await?.reload_from(move || load(&flags, std::env::vars()));
+    let running = app.answer_on(workers).spawn().await?;
     if !running.ready_within(FIRST_PROBES).await {
         tracing::warn!("no pair of engines is ready yet");
     }

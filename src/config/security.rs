@@ -167,6 +167,9 @@ impl Default for Cors {
     }
 }
 
+/// More than any host has cores.
+const MOST_THREADS: usize = 1024;
+
 /// Bounds on connections, of each listener.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -175,6 +178,8 @@ pub struct Connections {
     pub most: usize,
     /// Most at a time from one address; 0 is no bound. Behind a proxy all come from one.
     pub per_address: usize,
+    /// Threads that answer clients; 0 is one for each core.
+    pub threads: usize,
     /// How long a TLS handshake may take.
     #[serde(with = "humantime_serde")]
     pub handshake: Duration,
@@ -188,6 +193,7 @@ impl Default for Connections {
         Self {
             most: 16384,
             per_address: 0,
+            threads: 0,
             handshake: Duration::from_secs(10),
             head: Duration::from_secs(60),
         }
@@ -254,6 +260,9 @@ pub(super) fn check(config: &Config, wrong: &mut impl FnMut(&str, String, &str))
     }
     if config.connections.most == 0 {
         wrong("connections.most", "must not be zero".into(), "the default is 16384");
+    }
+    if config.connections.threads > MOST_THREADS {
+        wrong("connections.threads", format!("must be at most {MOST_THREADS}"), "0 is one for each core");
     }
     for (key, value) in [
         ("connections.handshake", config.connections.handshake),
@@ -492,6 +501,7 @@ mod tests {
         assert_eq!(keys(&[("admin.listen", "127.0.0.1:8000")]), ["admin.listen"]);
         assert_eq!(keys(&[("cors.origins", "chat.example.org")]), ["cors.origins"]);
         assert_eq!(keys(&[("connections.head", "0s")]), ["connections.head"]);
+        assert_eq!(keys(&[("connections.threads", "1025")]), ["connections.threads"]);
         assert_eq!(keys(&[("registry.token", "two words")]), ["registry.token"]);
         let unknown = faults(&[("admin.tokn", "a")], &[]);
         assert_eq!(unknown, [("admin.tokn".to_owned(), Some("did you mean admin.token?".to_owned()))]);

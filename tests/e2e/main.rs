@@ -49,4 +49,5 @@ mod stream;
 mod stream_bounds;
 mod stream_faults;
 mod support;
+mod threads;
 mod tls;

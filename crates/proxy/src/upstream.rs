@@ -293,10 +293,18 @@ fn is_same_host(remote: SocketAddr, local: SocketAddr) -> bool {
 /// The client's headers as an engine gets them: without those of the connection, with exactly one
 /// request id.
 pub(crate) fn request_headers(client: &HeaderMap, request_id: &RequestId) -> HeaderMap {
-    let mut headers = client.clone();
-    strip_connection(&mut headers);
-    for name in REMADE.iter().chain(&CROSS_ORIGIN) {
-        headers.remove(name);
+    let named = named_by_connection(client);
+    // With room for what the legs add.
+    let mut headers = HeaderMap::with_capacity(client.len() + 4);
+    for (name, value) in client {
+        let kept = !HOP_BY_HOP.contains(name)
+            && !REMADE.contains(name)
+            && !CROSS_ORIGIN.contains(name)
+            && *name != X_REQUEST_ID
+            && !named.contains(name);
+        if kept {
+            headers.append(name, value.clone());
+        }
     }
     headers.insert(X_REQUEST_ID, request_id.header_value());
     headers
@@ -305,29 +313,29 @@ pub(crate) fn request_headers(client: &HeaderMap, request_id: &RequestId) -> Hea
 /// An engine's response headers as the client gets them. The length is remade from the body, and
 /// the request id is the router's to set.
 pub(crate) fn response_headers(headers: &mut HeaderMap) {
-    strip_connection(headers);
-    for name in &ADDRESSES {
+    let named = named_by_connection(headers);
+    let gone = |name: &&HeaderName| {
+        HOP_BY_HOP.contains(name)
+            || ADDRESSES.contains(name)
+            || **name == header::CONTENT_LENGTH
+            || **name == X_REQUEST_ID
+            || name.as_str().starts_with("access-control-")
+            || named.contains(name)
+    };
+    let gone: Vec<HeaderName> = headers.keys().filter(gone).cloned().collect();
+    for name in &gone {
         headers.remove(name);
     }
-    let cross_origin: Vec<HeaderName> =
-        headers.keys().filter(|name| name.as_str().starts_with("access-control-")).cloned().collect();
-    for name in &cross_origin {
-        headers.remove(name);
-    }
-    headers.remove(header::CONTENT_LENGTH);
-    headers.remove(X_REQUEST_ID);
 }
 
-fn strip_connection(headers: &mut HeaderMap) {
-    let named: Vec<HeaderName> = headers
-        .get_all(header::CONNECTION)
-        .iter()
-        .flat_map(|value| value.as_bytes().split(|byte| *byte == b','))
-        .filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok())
-        .collect();
-    for name in named.iter().chain(&HOP_BY_HOP) {
-        headers.remove(name);
+/// What the `Connection` header says is of this connection only.
+fn named_by_connection(headers: &HeaderMap) -> Vec<HeaderName> {
+    if !headers.contains_key(header::CONNECTION) {
+        return Vec::new();
     }
+    let values = headers.get_all(header::CONNECTION).iter();
+    let names = values.flat_map(|value| value.as_bytes().split(|byte| *byte == b','));
+    names.filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok()).collect()
 }
 
 /// Headers for requests of the router's own.

@@ -46,7 +46,7 @@ pub(super) fn encode(request: &Outgoing<'_>) -> Result<Bytes, WireError> {
     for (name, value) in request.headers {
         put(&[name.as_str().as_bytes(), b": ", value.as_bytes(), b"\r\n"]);
     }
-    if request.body.len() > 0 || *request.method == Method::POST {
+    if !request.body.is_empty() || *request.method == Method::POST {
         put(&[b"content-length: ", request.body.len().to_string().as_bytes(), b"\r\n"]);
     }
     put(&[b"\r\n"]);
