@@ -11,12 +11,12 @@ use axum::body::Bytes;
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
 use http::header::{HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
-use kvbaton_proxy::{Account, PeerSpecError, ProxyError, RegistryError};
+use kvbaton_proxy::{Account, PeerSpecError, ProxyError, RegistryError, TooManyViewers};
 use serde::Serialize;
 
 pub(crate) use event::event_of;
 use faces::{Class, Face, no_room, proxy_face};
-use operators::{peer_spec_face, registry_face};
+use operators::{peer_spec_face, registry_face, unavailable};
 
 use crate::access::NotLocal;
 use crate::reload::NotReloaded;
@@ -59,6 +59,10 @@ pub(crate) enum RouteError {
     RankInvalid { name: &'static str },
     #[error("the model `{id}` is not served by any ready engine")]
     UnknownModel { id: String },
+    #[error("the dashboard has no file `{name}`")]
+    UnknownFile { name: String },
+    #[error("nothing is known of a request `{id}` (any more)")]
+    UnknownRequest { id: String },
     #[error("there is no peer `{id}`")]
     UnknownPeer { id: String },
     #[error("the engine `{engine_id}` is not registered")]
@@ -89,6 +93,8 @@ pub(crate) enum RouteError {
     Proxy(#[from] ProxyError),
     #[error(transparent)]
     Registry(#[from] RegistryError),
+    #[error(transparent)]
+    Viewers(#[from] TooManyViewers),
     #[error(transparent)]
     PeerSpec(#[from] PeerSpecError),
     /// Something that this crate holds impossible; the place of birth logs what it saw.
@@ -175,6 +181,8 @@ impl RouteError {
             Self::PathNotUtf8 => Face::invalid("invalid_path"),
             Self::RankInvalid { name } => Face::invalid("invalid_rank").param(*name),
             Self::UnknownModel { .. } => Face::absent("model_not_found").param("model"),
+            Self::UnknownFile { .. } => Face::absent("unknown_file"),
+            Self::UnknownRequest { .. } => Face::absent("unknown_request").param("id"),
             Self::UnknownPeer { .. } => Face::absent("unknown_peer").param("id"),
             Self::UnknownEngine { .. } => Face::absent("unknown_engine").param("engine_id"),
             Self::UnknownRank { .. } => Face::absent("unknown_rank"),
@@ -196,6 +204,7 @@ impl RouteError {
             Self::NotReloaded(_) => Face::invalid("invalid_settings"),
             Self::Proxy(error) => proxy_face(error),
             Self::Registry(error) => registry_face(error),
+            Self::Viewers(_) => unavailable("too_many_watchers"),
             Self::PeerSpec(error) => peer_spec_face(error),
             Self::Unexpected => Face::new(StatusCode::INTERNAL_SERVER_ERROR, Class::Server, "internal_error"),
         }

@@ -5,6 +5,7 @@
 mod access;
 mod admin;
 mod cors;
+mod dashboard;
 mod direct;
 mod error;
 mod extract;
@@ -12,6 +13,7 @@ mod framing;
 mod health;
 mod held;
 mod keep_alive;
+mod observe;
 mod openai;
 mod registry;
 mod reload;
@@ -138,6 +140,9 @@ impl EndpointDoc {
 /// Where Prometheus looks.
 const METRICS_PATH: &str = "/metrics";
 
+/// The page for operators; its files are below.
+const DASHBOARD_PATH: &str = "/dashboard";
+
 /// Every endpoint that exists; the router is built from this list and from nothing else.
 ///
 /// What engines offer beyond it (sleep, profiling, weight updates, adapters, cache resets, ...)
@@ -194,6 +199,12 @@ pub const ENDPOINTS: &[EndpointDoc] = &[
     EndpointDoc::guarded(Method::GET, "/admin/compatibility", || get(admin::compatibility)),
     EndpointDoc::guarded(Method::GET, "/admin/handoffs", || get(admin::hand_offs)),
     EndpointDoc::guarded(Method::POST, "/admin/reload", || post(reload::reload)),
+    EndpointDoc::guarded(Method::GET, "/admin/requests", || get(observe::requests)),
+    EndpointDoc::guarded(Method::GET, "/admin/requests/{id}", || get(observe::request)),
+    EndpointDoc::guarded(Method::GET, "/admin/events", || get(observe::events)),
+    // The dashboard, which asks for what it shows.
+    EndpointDoc::open(Method::GET, DASHBOARD_PATH, || get(dashboard::page)),
+    EndpointDoc::open(Method::GET, "/dashboard/{file}", || get(dashboard::asset)),
     // Health.
     EndpointDoc::open(Method::GET, "/livez", || get(health::live)),
     EndpointDoc::open(Method::GET, "/readyz", || get(health::ready)),
@@ -207,7 +218,7 @@ pub struct Mounts {
     pub clients: bool,
     /// The registry.
     pub engines: bool,
-    /// The operators' endpoints.
+    /// The operators' endpoints, and the page that asks them.
     pub operators: bool,
     /// The metrics page.
     pub metrics: bool,
@@ -224,7 +235,9 @@ impl Mounts {
             Audience::Clients => self.clients,
             Audience::Engines => self.engines,
             Audience::Operators => self.operators,
-            Audience::Everybody => self.metrics || endpoint.path != METRICS_PATH,
+            Audience::Everybody if endpoint.path == METRICS_PATH => self.metrics,
+            Audience::Everybody if endpoint.path.starts_with(DASHBOARD_PATH) => self.operators,
+            Audience::Everybody => true,
         }
     }
 }

@@ -5,6 +5,7 @@
 mod accept;
 mod headers;
 mod rank;
+mod strict;
 mod watch;
 mod wire;
 

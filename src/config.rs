@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use kvbaton_proxy::{
     AdmissionSettings, BreakerSettings, HandOffPolicy, Limits, Nixl, Pairing, PeerSpec, PeerSpecError, Probe,
-    Retry, Role, Settings, SideChannelSettings, StoreSettings, Streaming, Timeouts,
+    Retry, Role, Settings, SideChannelSettings, StoreSettings, Streaming, TimelineSettings, Timeouts,
 };
 use serde::{Deserialize, Serialize};
 
@@ -87,6 +87,8 @@ pub struct Config {
     pub stream: Streaming,
     /// The NIXL library.
     pub nixl: Nixl,
+    /// What is kept of past requests.
+    pub timeline: TimelineSettings,
 }
 
 impl Default for Config {
@@ -120,6 +122,7 @@ impl Default for Config {
             store: StoreSettings::default(),
             stream: Streaming::default(),
             nixl: Nixl::default(),
+            timeline: TimelineSettings::default(),
         }
     }
 }
@@ -218,6 +221,7 @@ impl Config {
             engine_tls: kvbaton_proxy::EngineTls::default(),
             stream: self.stream.clone(),
             nixl: self.nixl.clone(),
+            timeline: self.timeline.clone(),
         }
     }
 

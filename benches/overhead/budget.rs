@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 
 use crate::client::{self, Load, Until};
 use crate::engine::Engines;
-use crate::process::{Router, free};
+use crate::process::{Router, free, kvbaton};
 
 const BUDGET: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/overhead/budget.txt");
 
@@ -47,7 +47,7 @@ fn count(engines: &Engines, load: &Load) -> u64 {
     let mut command = Command::new("valgrind");
     command.args(["--tool=callgrind", "--instr-atstart=no", "--quiet"]);
     command.arg(format!("--callgrind-out-file={}", folder.join("counted").display()));
-    command.arg(env!("CARGO_BIN_EXE_kvbaton")).args(["--listen", &addr.to_string()]);
+    command.arg(kvbaton()).args(["--listen", &addr.to_string()]);
     command.args(["--prefill", &format!("http://127.0.0.1:{}", engines.prefill)]);
     command.args(["--decode", &format!("http://127.0.0.1:{}", engines.decode)]);
     command.args([

@@ -46,7 +46,7 @@ impl Who {
             Self::VllmRouter => std::env::var_os("KVBATON_BENCH_VLLM_ROUTER")
                 .map(PathBuf::from)
                 .or_else(|| on_path("vllm-router")),
-            Self::Kvbaton => Some(env!("CARGO_BIN_EXE_kvbaton").into()),
+            Self::Kvbaton => Some(kvbaton()),
         }
     }
 
@@ -55,6 +55,12 @@ impl Who {
         let all = [Self::Direct, Self::Nginx, Self::VllmRouter, Self::Kvbaton];
         all.into_iter().filter(|who| *who == Self::Direct || who.program().is_some()).collect()
     }
+}
+
+/// The program that is measured; another build of it by `KVBATON_BENCH_PROGRAM`.
+pub(crate) fn kvbaton() -> PathBuf {
+    let named = std::env::var_os("KVBATON_BENCH_PROGRAM");
+    named.map_or_else(|| env!("CARGO_BIN_EXE_kvbaton").into(), PathBuf::from)
 }
 
 /// A running router; killed when dropped.
@@ -98,7 +104,7 @@ impl Router {
     /// Our router with peers and settings of the caller's.
     pub(crate) fn kvbaton(arguments: &[String]) -> Self {
         let addr = free();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_kvbaton"));
+        let mut command = Command::new(kvbaton());
         command.args(["--listen", &addr.to_string(), "--set", "log.level=error"]).args(arguments);
         Self::run(command, addr)
     }

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use crate::Plan;
 use crate::client::{self, Load, Until};
 use crate::engine::Engines;
-use crate::process::{Router, Who};
+use crate::process::{Router, Who, kvbaton};
 
 /// One line of the table.
 pub(crate) struct Row {
@@ -78,7 +78,7 @@ pub(crate) fn measure(engines: &Engines, plan: Plan) -> String {
         text,
         "\n| router | start to first answer | MB idle | MB after the loads |\n|---|---|---|---|\n{memory}"
     );
-    let binary = std::fs::metadata(env!("CARGO_BIN_EXE_kvbaton")).unwrap().len();
+    let binary = std::fs::metadata(kvbaton()).unwrap().len();
     let _ = writeln!(text, "kvbaton's program has {:.1} MB.", binary as f64 / 1e6);
     text
 }

@@ -110,7 +110,7 @@ pub(super) fn proxy_face(error: &ProxyError) -> Face {
             let (code, what) = match refusal {
                 HandOffRefusal::Missing => ("no_hand_off", "no KV hand-off"),
                 HandOffRefusal::Expiring => ("hand_off_expired", "a KV hand-off whose lease is about to end"),
-                _ => ("bad_hand_off", "an unusable KV hand-off"),
+                _ => ("bad_handoff", "an unusable KV hand-off"),
             };
             Face::upstream(StatusCode::BAD_GATEWAY, code, format!("the prefill engine returned {what}"))
         }

@@ -5,12 +5,16 @@ use kvbaton_proxy::{PeerSpecError, RegistryError};
 
 use super::faces::{Class, Face};
 
+/// Another try may succeed.
+pub(super) fn unavailable(code: &'static str) -> Face {
+    Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, code).retry()
+}
+
 pub(super) fn registry_face(error: &RegistryError) -> Face {
     let conflict =
         |code, param: &'static str| Face::new(StatusCode::CONFLICT, Class::InvalidRequest, code).param(param);
     let forbidden =
         |code, param: &'static str| Face::new(StatusCode::FORBIDDEN, Class::Permission, code).param(param);
-    let unavailable = |code| Face::new(StatusCode::SERVICE_UNAVAILABLE, Class::Unavailable, code).retry();
     match error {
         RegistryError::Malformed { .. } => Face::invalid("malformed_payload"),
         RegistryError::EngineMismatch { .. } => conflict("engine_id_mismatch", "engine_id"),

@@ -3,7 +3,7 @@ use std::collections::BTreeSet;
 use http_body_util::BodyExt;
 use kvbaton_proxy::{
     BadRequest, Broken, Busy, BusyReason, BusyScope, FieldProblem, HandOffRefusal, Progress, Proxy, Settings,
-    Stage, UpstreamFailure,
+    Stage, TooManyViewers, UpstreamFailure,
 };
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -74,10 +74,10 @@ fn from_the_core() -> Vec<(RouteError, u16, &'static str)> {
         (upstream(Stage::Decode, Broken::TooLarge), 502, "upstream_too_large"),
         (ProxyError::PrefillFailed(500).into(), 502, "prefill_failed"),
         (hand_off(HandOffRefusal::Missing), 502, "no_hand_off"),
-        (hand_off(HandOffRefusal::Garbage), 502, "bad_hand_off"),
-        (hand_off(HandOffRefusal::TokenCount(Some(2))), 502, "bad_hand_off"),
-        (hand_off(HandOffRefusal::Coverage { covered: 9, prompt: 8 }), 502, "bad_hand_off"),
-        (hand_off(HandOffRefusal::NoPromptLogprobs), 502, "bad_hand_off"),
+        (hand_off(HandOffRefusal::Garbage), 502, "bad_handoff"),
+        (hand_off(HandOffRefusal::TokenCount(Some(2))), 502, "bad_handoff"),
+        (hand_off(HandOffRefusal::Coverage { covered: 9, prompt: 8 }), 502, "bad_handoff"),
+        (hand_off(HandOffRefusal::NoPromptLogprobs), 502, "bad_handoff"),
         (hand_off(HandOffRefusal::Expiring), 502, "hand_off_expired"),
     ]
 }
@@ -96,6 +96,7 @@ fn from_operators(malformed: RegistryError) -> Vec<(RouteError, u16, &'static st
         ),
         (RegistryError::UnknownEngine { engine_id: text() }.into(), 404, "unknown_engine"),
         (RegistryError::TooManyWatchers { limit: 1 }.into(), 503, "too_many_watchers"),
+        (TooManyViewers { limit: 1 }.into(), 503, "too_many_watchers"),
         (RegistryError::EngineIdTaken { engine_id: text() }.into(), 409, "engine_id_taken"),
         (RegistryError::AddressTaken { holder: text() }.into(), 409, "address_taken"),
         (RegistryError::Contended { engine_id: text() }.into(), 409, "registration_contended"),
@@ -108,6 +109,8 @@ fn from_operators(malformed: RegistryError) -> Vec<(RouteError, u16, &'static st
         (PeerSpecError::Name { name: text() }.into(), 400, "invalid_peer"),
         (PeerSpecError::Exists { id: text() }.into(), 409, "peer_exists"),
         (RouteError::UnknownPeer { id: text() }, 404, "unknown_peer"),
+        (RouteError::UnknownRequest { id: text() }, 404, "unknown_request"),
+        (RouteError::UnknownFile { name: text() }, 404, "unknown_file"),
         (RouteError::UnknownEngine { engine_id: text() }, 404, "unknown_engine"),
         (RouteError::UnknownRank { engine_id: text(), pp_rank: 0, tp_rank: 0 }, 404, "unknown_rank"),
         (RouteError::RankInvalid { name: "pp_rank" }, 400, "invalid_rank"),

@@ -16,6 +16,7 @@ use serde::de::{self, DeserializeOwned, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
 use super::accept::{JSON, MSGPACK, body_type};
+use super::strict::{Fields, Named};
 use crate::error::RouteError;
 use crate::extract::{BodyBound, check_not_encoded, parse_json, read_body};
 
@@ -33,7 +34,8 @@ pub(super) async fn read_structured<T: DeserializeOwned>(
     }
     check_not_encoded(&parts.headers)?;
     let bytes = read_body(&parts.headers, body, bound).await?;
-    if json { Ok(parse_json(&bytes)?) } else { parse_msgpack(&bytes) }
+    let Fields(value) = if json { parse_json(&bytes)? } else { parse_msgpack(&bytes)? };
+    Ok(value)
 }
 
 fn parse_msgpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, RouteError> {
@@ -53,14 +55,14 @@ fn parse_msgpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, RouteError> {
 #[serde(deny_unknown_fields)]
 pub(super) struct RegisterBody {
     base_url: Option<String>,
-    role: Option<EngineRole>,
+    role: Option<Named<EngineRole>>,
     model: Option<String>,
     dp_rank: Option<u32>,
     vllm_version: Option<String>,
     tp_size: Option<u32>,
     pp_size: Option<u32>,
     dcp_size: Option<u32>,
-    transfer_mode: Option<TransferMode>,
+    transfer_mode: Option<Named<TransferMode>>,
     kv_heads: Option<u32>,
     is_mla: Option<bool>,
     permute_received: Option<bool>,
@@ -71,10 +73,10 @@ pub(super) struct RegisterBody {
     side_channel_host: Option<String>,
     side_channel_port: Option<u16>,
     #[serde(default)]
-    state: EngineState,
+    state: Named<EngineState>,
     ttl_seconds: Option<f64>,
     clock: Option<f64>,
-    ranks: Option<Vec<RankBody>>,
+    ranks: Option<Vec<Fields<RankBody>>>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -87,16 +89,16 @@ struct RankBody {
 
 impl RegisterBody {
     pub(super) fn into_registration(self, engine_id: String, writer: Writer) -> Registration {
-        let rank = |RankBody { pp_rank, tp_rank, payload: Payload(payload) }| RankPayload {
-            pp_rank,
-            tp_rank,
-            payload,
+        let rank = |Fields(rank): Fields<RankBody>| RankPayload {
+            pp_rank: rank.pp_rank,
+            tp_rank: rank.tp_rank,
+            payload: rank.payload.0,
         };
         Registration {
             engine_id,
             writer,
             base_url: self.base_url,
-            role: self.role,
+            role: self.role.map(|Named(role)| role),
             model: self.model,
             dp_rank: self.dp_rank.unwrap_or(0),
             vllm_version: self.vllm_version,
@@ -104,7 +106,7 @@ impl RegisterBody {
                 tp_size: self.tp_size,
                 pp_size: self.pp_size,
                 dcp_size: self.dcp_size,
-                transfer_mode: self.transfer_mode,
+                transfer_mode: self.transfer_mode.map(|Named(mode)| mode),
                 kv_heads: self.kv_heads,
                 is_mla: self.is_mla,
                 permute_received: self.permute_received,
@@ -115,7 +117,7 @@ impl RegisterBody {
                 side_channel_host: self.side_channel_host,
                 side_channel_port: self.side_channel_port,
             },
-            state: self.state,
+            state: self.state.0,
             ttl_seconds: self.ttl_seconds,
             clock: self.clock,
             ranks: self.ranks.map(|ranks| ranks.into_iter().map(rank).collect()),
@@ -127,9 +129,9 @@ impl RegisterBody {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct HeartbeatBody {
-    state: Option<EngineState>,
+    state: Option<Named<EngineState>>,
     clock: Option<f64>,
-    echo: Option<EchoBody>,
+    echo: Option<Fields<EchoBody>>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -141,8 +143,9 @@ struct EchoBody {
 
 impl From<HeartbeatBody> for Heartbeat {
     fn from(body: HeartbeatBody) -> Self {
-        let echo = body.echo.map(|EchoBody { router_clock, received }| Echo { router_clock, received });
-        Self { state: body.state, clock: body.clock, echo }
+        let echo =
+            body.echo.map(|Fields(echo)| Echo { router_clock: echo.router_clock, received: echo.received });
+        Self { state: body.state.map(|Named(state)| state), clock: body.clock, echo }
     }
 }
 
@@ -221,6 +224,8 @@ impl<'a> EnginePayloads<'a> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     fn msgpack(value: &serde_json::Value) -> Vec<u8> {
@@ -229,7 +234,7 @@ mod tests {
 
     #[test]
     fn a_field_that_is_not_known_is_named_in_either_form() {
-        let value = serde_json::json!({"model": "m", "rolle": "prefill"});
+        let value = json!({"model": "m", "rolle": "prefill"});
         let json = parse_json::<RegisterBody>(value.to_string().as_bytes()).unwrap_err();
         assert!(json.what.contains("`rolle`"), "{}", json.what);
         let Err(RouteError::Msgpack { what, .. }) = parse_msgpack::<RegisterBody>(&msgpack(&value)) else {
@@ -245,9 +250,41 @@ mod tests {
         assert_eq!(fault.path.as_deref(), Some("ranks[0].payload"));
     }
 
+    /// Where the fault is, in either form.
+    fn faults(value: &serde_json::Value) -> [Option<String>; 2] {
+        let json = parse_json::<Fields<RegisterBody>>(value.to_string().as_bytes()).unwrap_err().path;
+        let Err(RouteError::Msgpack { path, .. }) = parse_msgpack::<Fields<RegisterBody>>(&msgpack(value))
+        else {
+            panic!("{value} is taken");
+        };
+        [json, path]
+    }
+
+    #[test]
+    fn names_are_taken_by_name_only_in_either_form() {
+        for field in ["role", "transfer_mode", "state"] {
+            for value in [json!(0), json!(1), json!({"ready": null}), json!("Ready"), json!([0]), json!(true)]
+            {
+                let at = Some(field.to_owned());
+                assert_eq!(faults(&json!({field: value})), [at.clone(), at], "{value}");
+            }
+        }
+        let sign = parse_msgpack::<Fields<HeartbeatBody>>(&msgpack(&json!({"state": 0})));
+        assert!(matches!(sign, Err(RouteError::Msgpack { .. })));
+    }
+
+    #[test]
+    fn lists_are_no_records_in_either_form() {
+        assert_eq!(faults(&json!([null, null])), [None, None]);
+        let at = Some("ranks[0]".to_owned());
+        assert_eq!(faults(&json!({"ranks": [[0, 0, "AA=="]]})), [at.clone(), at]);
+        let body = msgpack(&json!({"echo": [1.0, 2.0]}));
+        assert!(matches!(parse_msgpack::<Fields<HeartbeatBody>>(&body), Err(RouteError::Msgpack { .. })));
+    }
+
     #[test]
     fn msgpack_ends_where_it_ends() {
-        let mut bytes = msgpack(&serde_json::json!({"state": "draining", "clock": 7}));
+        let mut bytes = msgpack(&json!({"state": "draining", "clock": 7}));
         let heartbeat: HeartbeatBody = parse_msgpack(&bytes).unwrap();
         let expected = Heartbeat { state: Some(EngineState::Draining), clock: Some(7.0), echo: None };
         assert_eq!(Heartbeat::from(heartbeat), expected);

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::{Args, ValueEnum};
-use engine_sim::{EngineConfig, KvTransport};
+use engine_sim::{ClientIdentity, EngineConfig, KvTransport, RegistryTls};
 use kvbaton_proxy::Generation;
 use tokio::net::TcpListener;
 use url::Url;
@@ -35,6 +35,15 @@ pub(super) struct EngineArgs {
     /// A token for the router's registry, if it asks for one.
     #[arg(long, value_name = "TOKEN", env = "ENGINE_REGISTRY_TOKEN", hide_env_values = true)]
     registry_token: Option<String>,
+    /// The authorities (PEM) that are trusted with an https:// registry [default: the public ones].
+    #[arg(long, value_name = "FILE", env = "ENGINE_REGISTRY_CA")]
+    registry_ca: Option<PathBuf>,
+    /// A certificate (PEM) for a registry that asks for one.
+    #[arg(long, value_name = "FILE", env = "ENGINE_REGISTRY_CERT", requires = "registry_key")]
+    registry_cert: Option<PathBuf>,
+    /// Its private key (PEM).
+    #[arg(long, value_name = "FILE", env = "ENGINE_REGISTRY_KEY", requires = "registry_cert")]
+    registry_key: Option<PathBuf>,
     /// Name of the model that it serves.
     #[arg(long, default_value = "sim")]
     model: String,
@@ -95,7 +104,8 @@ async fn serve(args: EngineArgs) -> anyhow::Result<ExitCode> {
     let mut signals = Signals::listen()?;
     let addr = args.listen;
     let listener = TcpListener::bind(addr).await.map_err(|source| StartError::Listen { addr, source })?;
-    let config = EngineConfig::from(args);
+    let registry_tls = registry_tls(&args)?;
+    let config = EngineConfig { registry_tls, ..EngineConfig::from(args) };
     let over_nixl = config.transport != KvTransport::Loopback;
     let engine = engine_sim::spawn(config, listener).await;
     let engine =
@@ -108,6 +118,18 @@ async fn serve(args: EngineArgs) -> anyhow::Result<ExitCode> {
     tracing::info!(signal, "leaving");
     engine.shutdown().await;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Reads the files of TLS towards the registry.
+fn registry_tls(args: &EngineArgs) -> anyhow::Result<RegistryTls> {
+    let read =
+        |path: &PathBuf| std::fs::read(path).with_context(|| format!("{} cannot be read", path.display()));
+    let ca = args.registry_ca.as_ref().map(read).transpose()?;
+    let identity = match (&args.registry_cert, &args.registry_key) {
+        (Some(cert), Some(key)) => Some(ClientIdentity { cert: read(cert)?, key: read(key)? }),
+        _ => None,
+    };
+    Ok(RegistryTls { ca, identity })
 }
 
 impl From<EngineArgs> for EngineConfig {

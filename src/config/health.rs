@@ -1,8 +1,16 @@
 //! Checks of the settings that say when engines get no requests, and how many requests there may be.
 
+use std::time::Duration;
+
 use kvbaton_proxy::NamedLimits;
 
 use super::{Config, LONGEST};
+
+/// Below this, reading metrics pages would be an engine's main work.
+const SHORTEST_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Most requests of which something is kept: about a gigabyte.
+const MOST_REQUESTS: usize = 1_000_000;
 
 /// Tells every fault of these settings.
 pub(super) fn check(config: &Config, wrong: &mut impl FnMut(&str, String, &str)) {
@@ -66,6 +74,17 @@ fn check_probe(config: &Config, wrong: &mut impl FnMut(&str, String, &str)) {
     if !(0.0..=0.9).contains(&config.probe.jitter) {
         wrong("probe.jitter", "must be a number from 0 to 0.9".into(), "the default is 0.1");
     }
+    let interval = config.probe.metrics_interval;
+    if !interval.is_zero() && !(SHORTEST_INTERVAL..=LONGEST).contains(&interval) {
+        wrong(
+            "probe.metrics_interval",
+            "must be from 100ms to a week, or 0s".into(),
+            "the default is \"5s\"; \"0s\" does not read the engines' metrics pages",
+        );
+    }
+    if config.timeline.requests > MOST_REQUESTS {
+        wrong("timeline.requests", "must be at most 1000000".into(), "the default is 2000; 0 keeps none");
+    }
     if !config.probe.path.starts_with('/') || config.probe.path.bytes().any(|b| !b.is_ascii_graphic()) {
         wrong("probe.path", "is no path".into(), "the default is \"/health\"");
     }
@@ -123,6 +142,8 @@ mod tests {
             ("admission.longest_wait", "3s"),
             ("breaker.slow_start", "0s"),
             ("probe.path", "/healthz"),
+            ("probe.metrics_interval", "0s"),
+            ("timeline.requests", "0"),
         ];
         assert_eq!(wrong(&set), Vec::<String>::new());
         let file =
@@ -134,6 +155,8 @@ mod tests {
     fn unsound_ones_are_all_named() {
         let set = [
             ("probe.jitter", "1.5"),
+            ("probe.metrics_interval", "10ms"),
+            ("timeline.requests", "2000000"),
             ("probe.path", "health"),
             ("breaker.trials", "0"),
             ("breaker.floor", "2.0"),

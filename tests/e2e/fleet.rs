@@ -246,7 +246,7 @@ async fn item_46_a_hand_off_of_an_engine_that_restarts_meanwhile_reaches_nobody(
         gate.release();
     };
     let (answer, ()) = tokio::join!(cluster.post(COMPLETIONS, &body), restart);
-    cluster.assert_error(&answer, 502, "bad_hand_off");
+    cluster.assert_error(&answer, 502, "bad_handoff");
     assert!(
         generations(cluster.d())
             .iter()
@@ -436,7 +436,7 @@ async fn item_68_a_hand_off_that_names_anothers_address_is_sent_to_nobody() {
     let other = u64::from(cluster.d().addr().port());
     for (host, port) in [("169.254.169.254", port), ("metadata.internal", port), ("127.0.0.1", other)] {
         let answer = named(&cluster, host, port).await;
-        cluster.assert_error(&answer, 502, "bad_hand_off");
+        cluster.assert_error(&answer, 502, "bad_handoff");
     }
     assert_eq!(generations(cluster.d()).len(), 0, "not even a release");
     assert_eq!(cluster.metric("kvbaton_handoffs_total", &[("result", "refused")]).await, 3.0);

@@ -129,7 +129,7 @@ async fn under_the_policy_fail_a_defect_is_a_502() {
         cluster.p().faults().arm(ArmedFault { fault, leg: Leg::Prefill, sticky: false });
         let answer = cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await;
         assert_eq!(answer.status, 502, "{name}: {answer:?}");
-        cluster.assert_error(&answer, 502, "bad_hand_off");
+        cluster.assert_error(&answer, 502, "bad_handoff");
     }
     assert_eq!(generations(cluster.d()).len(), 0);
     assert_eq!(cluster.relayed().await, 0.0);

@@ -90,6 +90,25 @@ async fn released(cluster: &Cluster, way: &str) {
 
 /// The router starts all the same, says once that it cannot notify, and frees the blocks in another way.
 #[tokio::test]
+async fn operators_see_whether_an_engine_can_be_notified() {
+    let silent = |config: &mut Config| {
+        config.prefill[0].notify = true;
+        config.nixl.library = Some("/nowhere".into());
+    };
+    let cluster = Cluster::builder().config(silent).warns(&["cannot be notified"]).start().await;
+    let of = async |peer: usize| cluster.get("/admin/peers").await.json()["peers"][peer]["notify"].clone();
+    let tried = async || of(0).await["reason"] != "starting";
+    cluster.wait_for("the router has looked for NIXL", tried).await;
+    let prefill = of(0).await;
+    assert_eq!((&prefill["configured"], &prefill["usable"]), (&json!(true), &json!(false)));
+    assert_eq!(prefill["reason"], "unavailable", "{prefill}");
+    assert!(prefill["detail"].as_str().is_some_and(|detail| !detail.is_empty()), "{prefill}");
+    let off = json!({"configured": false, "usable": false, "reason": "off", "detail": null});
+    assert_eq!(of(1).await, off);
+    cluster.finish().await;
+}
+
+#[tokio::test]
 async fn without_a_library_the_other_ways_are_taken() {
     let (prefill, decode) = (Abandoned::start().await, decode().await);
     let spec = PeerSpec { nixl_version: Some("1.5.1".into()), ..prefill.spec() };
@@ -255,14 +274,17 @@ mod nixl {
                 }
             })
             .config(|config| {
+                // The engine announces its version by itself.
                 config.prefill[0].notify = true;
-                config.prefill[0].nixl_version = Some("1.5.1".into());
                 // An engine over NIXL takes its time to start.
                 config.probe.patience = 1000;
             })
             .config(with_library(library))
             .start()
             .await;
+        let peer = |peers: serde_json::Value| peers["peers"][0]["notify"].clone();
+        let usable = async || peer(cluster.get("/admin/peers").await.json())["usable"] == true;
+        cluster.wait_for("the engine can be notified", usable).await;
         for round in 1..=3 {
             let gate = cluster.p().faults().hold(Stage::BeforeHead, Leg::Prefill);
             let bytes = request(COMPLETIONS, &[], &completion(PROMPT, 8).to_string());

@@ -262,6 +262,42 @@ async fn a_hand_off_of_an_unknown_engine_has_it_read_at_once() {
 }
 
 #[tokio::test]
+async fn an_engine_of_a_fixed_id_may_come_back_at_another_side_channel() {
+    let rarely = |config: &mut Config| {
+        config.side_channel.interval = std::time::Duration::from_secs(3600);
+        config.probe.interval = std::time::Duration::from_secs(3600);
+    };
+    let cluster = router(rarely).await;
+    let fixed = || EngineConfig { engine_id: Some("fixed".to_owned()), ..unmodified(Generation::V14) };
+    let (p, d) = (start(fixed()).await, start(unmodified(Generation::V14)).await);
+    add(&cluster, "prefill", &p, json!({})).await;
+    add(&cluster, "decode", &d, at(&d)).await;
+    wait_ready_peers(&cluster, 2).await;
+    assert_eq!(cluster.post(COMPLETIONS, &completion()).await.status, 200);
+    wait_read(&cluster, &p).await;
+    let record = async || cluster.get("/registry/v1/engines/fixed").await.json();
+    let before = record().await;
+    // A decode engine that has met the process of before reads from nobody else of that id.
+    let next = start(unmodified(Generation::V14)).await;
+    add(&cluster, "decode", &next, at(&next)).await;
+    wait_ready_peers(&cluster, 3).await;
+    assert_eq!(cluster.send("DELETE", "/admin/peers/decode-1", &[], "").await.status, 200);
+    let http = p.addr();
+    p.shutdown().await;
+    let p = engine_sim::spawn(fixed(), tokio::net::TcpListener::bind(http).await.unwrap()).await.unwrap();
+    let port = u64::from(p.side_channel_addr().unwrap().port());
+    assert_ne!(before["side_channel_port"], port);
+    assert_same_text_as_alone(&cluster, Generation::V14).await;
+    let read = async || record().await["side_channel_port"] == port;
+    cluster.wait_for("the new process is read", read).await;
+    let after = record().await;
+    assert_eq!((&before["generation"], &after["generation"]), (&json!(1), &json!(2)));
+    assert_eq!((&before["dp_rank"], &after["dp_rank"]), (&json!(0), &json!(0)));
+    assert_eq!(channels(&cluster, "prefill").await.as_array().unwrap().len(), 1, "the old one is forgotten");
+    finish(cluster, vec![p, d, next]).await;
+}
+
+#[tokio::test]
 async fn who_is_not_sure_does_not_ask() {
     let cluster = router(|_| {}).await;
     let unknown = EngineConfig { vllm_version: Some("0.20.1".to_owned()), ..unmodified(Generation::V14) };

@@ -2,4 +2,6 @@
 
 mod agreement;
 mod outage;
+mod ownership;
 mod routers;
+mod secured;

@@ -23,7 +23,7 @@ use tokio::net::TcpListener;
 
 pub(crate) use client::{Answer, events, http as http_client, stream_text};
 #[cfg(feature = "etcd")]
-pub(crate) use etcd::{Etcd, Gate as EtcdGate};
+pub(crate) use etcd::{Etcd, EtcdTls, Gate as EtcdGate};
 pub(crate) use fake::{FakeEngine, Gate, Step, chunk, http_answer, sse_head};
 pub(crate) use log::Log;
 pub(crate) use pki::{Authority, Front, Identity, TlsWire};
@@ -124,6 +124,8 @@ impl Builder {
         config.probe.interval = Duration::from_millis(100);
         config.shutdown.settle = Duration::ZERO;
         config.shutdown.limit = Duration::from_secs(10);
+        // Tests that look at what engines were asked know of no such question.
+        config.probe.metrics_interval = Duration::ZERO;
         // A loaded machine may be slow; whatever must be fast is measured by the test that says so.
         config.probe.timeout = Duration::from_secs(20);
         config.timeouts.prefill = Duration::from_secs(30);

@@ -2,27 +2,28 @@
 //!
 //! Bytes go through untouched; what they mean is for [`crate::worker`] to decide.
 
+mod link;
 mod message;
+mod tls;
 
-use std::time::Duration;
-
+use bytes::Bytes;
+use http::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
+use http::{Method, Request, request};
+use http_body_util::Full;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
-use reqwest::header::{ACCEPT, CONTENT_TYPE, HeaderMap, HeaderValue};
-use reqwest::{Client, Method, RequestBuilder, Response, StatusCode};
 use thiserror::Error;
 
 pub use crate::fit::EngineTraits;
 pub use message::{
     ClockEstimate, Echo, EngineRole, EngineState, Fetched, Heartbeat, RankPayload, Receipt, Registration,
 };
+pub use tls::{ClientIdentity, RegistryTls};
 
 use crate::worker::HandshakeFailure;
+use link::{Answer, Link};
 
 /// The media type of a payload.
 pub const PAYLOAD_MEDIA_TYPE: &str = "application/msgpack";
-
-/// Time for one exchange, from connecting to the last byte.
-const TOTAL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Longest payload that is read.
 const MAX_PAYLOAD: usize = 16 << 20;
@@ -57,6 +58,21 @@ pub enum RegistryError {
     /// No connection, or one that broke.
     #[error("the registry cannot be reached")]
     Unreachable,
+    /// Nobody trusted has signed the registry's certificate, or it is another host's.
+    #[error("the registry's certificate is not trusted")]
+    Untrusted,
+    /// The registry has broken off the TLS handshake: it wants another certificate, or one at all.
+    #[error("the registry does not take this client's certificate, or wants one")]
+    NotLetIn,
+    /// What answers there does not speak TLS as it should.
+    #[error("the registry does not speak TLS")]
+    NoTls,
+    /// A certificate or key of the client's own cannot be used.
+    #[error("the {what} for TLS cannot be used")]
+    Certificates {
+        /// Which one.
+        what: &'static str,
+    },
     /// An answer longer than any payload.
     #[error("the registry's answer is too long")]
     TooLong,
@@ -70,8 +86,12 @@ impl From<RegistryError> for HandshakeFailure {
         match error {
             RegistryError::Unknown | RegistryError::NotReady => Self::UnknownEngine,
             RegistryError::Timeout => Self::Timeout,
-            RegistryError::Unreachable => Self::Unreachable,
+            RegistryError::Unreachable
+            | RegistryError::Untrusted
+            | RegistryError::NotLetIn
+            | RegistryError::NoTls => Self::Unreachable,
             RegistryError::BadRequest
+            | RegistryError::Certificates { .. }
             | RegistryError::Refused { .. }
             | RegistryError::TooLong
             | RegistryError::Garbled => Self::BadReply,
@@ -82,17 +102,30 @@ impl From<RegistryError> for HandshakeFailure {
 /// A client of one registry; clones share their connections.
 #[derive(Debug, Clone)]
 pub struct RegistryClient {
-    http: Client,
+    link: Link,
     base_url: String,
     authorization: Option<HeaderValue>,
 }
 
 impl RegistryClient {
-    /// A client of the registry at `base_url`, with a bearer token where one is needed.
+    /// A client of the registry at `base_url`, with a bearer token where one is needed. One with an
+    /// `https://` URL must have a certificate of a public authority.
     ///
     /// # Errors
-    /// A token that no header can carry, or no HTTP client.
+    /// A token that no header can carry.
     pub fn new(base_url: impl Into<String>, token: Option<String>) -> Result<Self, RegistryError> {
+        Self::with_tls(base_url, token, &RegistryTls::default())
+    }
+
+    /// As [`RegistryClient::new`] with authorities and a certificate of one's own.
+    ///
+    /// # Errors
+    /// A token that no header can carry, or certificates that cannot be used.
+    pub fn with_tls(
+        base_url: impl Into<String>,
+        token: Option<String>,
+        tls: &RegistryTls,
+    ) -> Result<Self, RegistryError> {
         let authorization = token
             .map(|token| HeaderValue::try_from(format!("Bearer {token}")))
             .transpose()
@@ -101,14 +134,8 @@ impl RegistryClient {
                 value.set_sensitive(true);
                 value
             });
-        // The environment's proxy settings are not for a library to follow.
-        let http = Client::builder()
-            .timeout(TOTAL_TIMEOUT)
-            .no_proxy()
-            .build()
-            .map_err(|_| RegistryError::BadRequest)?;
         let base_url = base_url.into().trim_end_matches('/').to_owned();
-        Ok(Self { http, base_url, authorization })
+        Ok(Self { link: Link::new(tls)?, base_url, authorization })
     }
 
     /// Registers an engine with all its ranks, in place of what the registry knew of it.
@@ -118,11 +145,9 @@ impl RegistryClient {
     /// # Errors
     /// Whatever kept the registry from confirming it within 5 seconds.
     pub async fn register(&self, registration: &Registration) -> Result<Receipt, RegistryError> {
-        let request = self
-            .request(Method::PUT, &registration.engine_id, "")
-            .header(CONTENT_TYPE, PAYLOAD_MEDIA_TYPE)
-            .body(registration.encode());
-        read_receipt(send(request).await?).await
+        let request =
+            self.request(Method::PUT, &registration.engine_id, "").header(CONTENT_TYPE, PAYLOAD_MEDIA_TYPE);
+        read_receipt(&self.send(request, registration.encode(), MAX_RECEIPT).await?)
     }
 
     /// Gives a sign of life, which renews the lease.
@@ -131,11 +156,9 @@ impl RegistryClient {
     /// [`RegistryError::Unknown`] when the engine has to register again, else whatever kept the
     /// registry from confirming it within 5 seconds.
     pub async fn heartbeat(&self, engine_id: &str, heartbeat: &Heartbeat) -> Result<Receipt, RegistryError> {
-        let request = self
-            .request(Method::POST, engine_id, "/heartbeat")
-            .header(CONTENT_TYPE, PAYLOAD_MEDIA_TYPE)
-            .body(heartbeat.encode());
-        read_receipt(send(request).await?).await
+        let request =
+            self.request(Method::POST, engine_id, "/heartbeat").header(CONTENT_TYPE, PAYLOAD_MEDIA_TYPE);
+        read_receipt(&self.send(request, heartbeat.encode(), MAX_RECEIPT).await?)
     }
 
     /// Leaves the registry. Dropping the future leaves it open whether the engine is still there.
@@ -144,7 +167,8 @@ impl RegistryClient {
     /// [`RegistryError::Unknown`] when the engine was not there, else whatever kept the registry
     /// from confirming it within 5 seconds.
     pub async fn deregister(&self, engine_id: &str) -> Result<(), RegistryError> {
-        send(self.request(Method::DELETE, engine_id, "")).await.map(|_| ())
+        let request = self.request(Method::DELETE, engine_id, "");
+        self.send(request, Vec::new(), MAX_RECEIPT).await.map(|_| ())
     }
 
     /// Publishes the payload of one rank, replacing an earlier one.
@@ -162,9 +186,8 @@ impl RegistryClient {
     ) -> Result<(), RegistryError> {
         let request = self
             .request(Method::PUT, engine_id, &rank(pp_rank, tp_rank))
-            .header(CONTENT_TYPE, PAYLOAD_MEDIA_TYPE)
-            .body(payload);
-        send(request).await.map(|_| ())
+            .header(CONTENT_TYPE, PAYLOAD_MEDIA_TYPE);
+        self.send(request, payload, MAX_RECEIPT).await.map(|_| ())
     }
 
     /// The payload of one rank, byte for byte as it was published. Dropping the future is safe.
@@ -175,19 +198,32 @@ impl RegistryClient {
     pub async fn fetch(&self, engine_id: &str, pp_rank: u32, tp_rank: u32) -> Result<Fetched, RegistryError> {
         let request =
             self.request(Method::GET, engine_id, &rank(pp_rank, tp_rank)).header(ACCEPT, PAYLOAD_MEDIA_TYPE);
-        let response = send(request).await?;
-        let clock = clock_estimate(response.headers());
-        Ok(Fetched { payload: read(response, MAX_PAYLOAD).await?, clock })
+        let Answer { headers, body } = self.send(request, Vec::new(), MAX_PAYLOAD).await?;
+        Ok(Fetched { clock: clock_estimate(&headers), payload: body })
     }
 
-    fn request(&self, method: Method, engine_id: &str, rest: &str) -> RequestBuilder {
+    fn request(&self, method: Method, engine_id: &str, rest: &str) -> request::Builder {
         let engine_id = utf8_percent_encode(engine_id, SEGMENT);
         let url = format!("{}/registry/v1/engines/{engine_id}{rest}", self.base_url);
-        let request = self.http.request(method, url);
+        let request = Request::builder().method(method).uri(url);
         match &self.authorization {
-            Some(value) => request.header(reqwest::header::AUTHORIZATION, value.clone()),
+            Some(value) => request.header(AUTHORIZATION, value.clone()),
             None => request,
         }
+    }
+
+    async fn send(
+        &self,
+        request: request::Builder,
+        body: Vec<u8>,
+        limit: usize,
+    ) -> Result<Answer, RegistryError> {
+        let request = request.body(Full::new(Bytes::from(body))).map_err(|_| RegistryError::BadRequest)?;
+        // Without a host there is nobody to ask.
+        if request.uri().scheme().is_none() || request.uri().host().is_none() {
+            return Err(RegistryError::BadRequest);
+        }
+        self.link.exchange(request, limit).await
     }
 }
 
@@ -204,44 +240,8 @@ fn clock_estimate(headers: &HeaderMap) -> Option<ClockEstimate> {
     Some(ClockEstimate { seconds: number("kv-clock")?, error })
 }
 
-async fn read(mut response: Response, limit: usize) -> Result<Vec<u8>, RegistryError> {
-    let mut body = Vec::new();
-    while let Some(chunk) = response.chunk().await.map_err(transport_error)? {
-        if body.len() + chunk.len() > limit {
-            return Err(RegistryError::TooLong);
-        }
-        body.extend_from_slice(&chunk);
-    }
-    Ok(body)
-}
-
-async fn read_receipt(response: Response) -> Result<Receipt, RegistryError> {
-    let body = read(response, MAX_RECEIPT).await?;
-    serde_json::from_slice(&body).map_err(|_| RegistryError::Garbled)
-}
-
-async fn send(request: RequestBuilder) -> Result<Response, RegistryError> {
-    let (client, request) = request.build_split();
-    let request = request.map_err(|_| RegistryError::BadRequest)?;
-    // Of a registration a conflict says something else.
-    let is_look_up = request.method() == Method::GET;
-    let response = client.execute(request).await.map_err(transport_error)?;
-    match response.status() {
-        status if status.is_success() => Ok(response),
-        StatusCode::NOT_FOUND => Err(RegistryError::Unknown),
-        StatusCode::CONFLICT if is_look_up => Err(RegistryError::NotReady),
-        status => Err(RegistryError::Refused { status: status.as_u16() }),
-    }
-}
-
-fn transport_error(error: reqwest::Error) -> RegistryError {
-    if error.is_timeout() {
-        RegistryError::Timeout
-    } else if error.is_builder() {
-        RegistryError::BadRequest
-    } else {
-        RegistryError::Unreachable
-    }
+fn read_receipt(answer: &Answer) -> Result<Receipt, RegistryError> {
+    serde_json::from_slice(&answer.body).map_err(|_| RegistryError::Garbled)
 }
 
 #[cfg(test)]

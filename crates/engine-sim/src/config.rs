@@ -6,6 +6,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use kv_connector::handshake::RegistryTls;
 use kv_connector::protocol::Generation;
 use kv_connector::regions::Layout;
 use serde::{Deserialize, Serialize};
@@ -97,6 +98,8 @@ pub struct EngineConfig {
     pub registry: Option<Url>,
     /// Bearer token for the registry.
     pub registry_token: Option<String>,
+    /// What the engine trusts and shows when the registry's URL is `https://`.
+    pub registry_tls: RegistryTls,
     /// How often the engine gives the registry a sign of life.
     pub registry_refresh: Duration,
     /// After how long a silence the registry lets the engine go; `None` is three refreshes, and at
@@ -151,6 +154,7 @@ impl Default for EngineConfig {
             max_num_batched_tokens: 2048,
             registry: None,
             registry_token: None,
+            registry_tls: RegistryTls::default(),
             registry_refresh: Duration::from_secs(2),
             registry_ttl: None,
             side_channel: None,

@@ -64,12 +64,14 @@ pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine
     let registry = match &config.registry {
         None => None,
         Some(url) => {
-            let client = RegistryClient::new(url.as_str(), config.registry_token.clone());
+            let token = config.registry_token.clone();
+            let client = RegistryClient::with_tls(url.as_str(), token, &config.registry_tls);
             Some(Arc::new(client.map_err(EngineError::Registry)?))
         }
     };
     let (ranks, kv, transport_faults) = build_ranks(&config, &engine_id).await?;
     let payloads = ranks.handshake_payloads();
+    let nixl_version = ranks.nixl_version().map(str::to_owned);
     let side_channel = match config.side_channel {
         None => None,
         Some(addr) => Some(SideChannelServer::bind(addr).await.map_err(EngineError::SideChannel)?),
@@ -106,7 +108,7 @@ pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine
         });
     }
     let registrar = registry.map(|registry| {
-        let registration = registration(&shared.config, &engine_id, addr, payloads);
+        let registration = registration(&shared.config, &engine_id, addr, payloads, nixl_version);
         let registrar = Registrar::new(
             registry,
             registration,

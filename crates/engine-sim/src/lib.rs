@@ -25,6 +25,7 @@ pub use config::{Attention, EngineConfig, LoadFailurePolicy, Role};
 pub use engine::{Engine, spawn};
 pub use error::EngineError;
 pub use faults::{ArmedFault, Corrupt, Fault, Faults, Gate, Leg, Stage};
+pub use kv_connector::handshake::{ClientIdentity, RegistryTls};
 pub use kv_connector::protocol::Generation;
 pub use kv_connector::regions::Layout;
 pub use listener::ListenerState;

@@ -37,6 +37,8 @@ pub(crate) enum PollError {
 pub(crate) struct Ranks {
     workers: Vec<Worker<Agent>>,
     aggregator: Aggregator,
+    /// Of the library that moves the blocks, where one does.
+    nixl_version: Option<String>,
 }
 
 impl Ranks {
@@ -62,7 +64,13 @@ impl Ranks {
             memories.push(memory);
         }
         let aggregator = Aggregator::new(workers.len());
-        Ok((Self { workers, aggregator }, KvCache::new(memories, geometry), faults))
+        let ranks = Self { workers, aggregator, nixl_version: source.nixl_version() };
+        Ok((ranks, KvCache::new(memories, geometry), faults))
+    }
+
+    /// The version of NIXL, where it moves the blocks and tells its version.
+    pub(crate) fn nixl_version(&self) -> Option<&str> {
+        self.nixl_version.as_deref()
     }
 
     /// What each rank publishes.

@@ -53,6 +53,7 @@ pub(crate) fn registration(
     engine_id: &str,
     addr: SocketAddr,
     payloads: Vec<Vec<u8>>,
+    nixl_version: Option<String>,
 ) -> Registration {
     let ranks = (0..).zip(payloads).map(|(tp_rank, payload)| RankPayload { pp_rank: 0, tp_rank, payload });
     let ttl = config.registry_ttl.unwrap_or_else(|| (config.registry_refresh * 3).max(LEAST_TTL));
@@ -68,7 +69,7 @@ pub(crate) fn registration(
         model: Some(config.model.clone()),
         dp_rank: 0,
         vllm_version: Some(config.version().to_owned()),
-        traits: traits(config, addr),
+        traits: EngineTraits { nixl_version, ..traits(config, addr) },
         state: EngineState::Ready,
         ttl: Some(ttl),
         clock: None,

@@ -61,6 +61,15 @@ impl Source {
         }
     }
 
+    /// The version of the library, where there is one that tells it.
+    pub(crate) fn nixl_version(&self) -> Option<String> {
+        match self {
+            Self::Loopback => None,
+            #[cfg(feature = "nixl")]
+            Self::Nixl(library) => library.version().map(|version| version.to_string()),
+        }
+    }
+
     /// An agent over zeroed regions of these lengths.
     ///
     /// # Errors

@@ -2,17 +2,14 @@
 //! counted once and told in one line. Holds sizes and ids, never content.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
-use tokio::time::Instant;
 
 use crate::admission::Permit;
 use crate::metrics::{Metrics, Outcome};
+use crate::pool::peer::Peer;
 use crate::request_id::RequestId;
-
-/// What is said of a client that left before its answer was complete.
-const CLIENT_LEFT: u16 = 499;
+use crate::timeline::{Record, Step, Timelines};
 
 /// A request's account; clones share it, and with the last one it is closed. Nobody having said how the
 /// request ended, its client has left.
@@ -22,34 +19,27 @@ pub struct Account(Arc<Entry>);
 #[derive(Debug)]
 struct Entry {
     metrics: Arc<Metrics>,
-    request_id: RequestId,
-    endpoint: &'static str,
-    began: Instant,
-    outcome: AtomicU8,
-    status: AtomicU16,
-    sent: AtomicU64,
+    timelines: Arc<Timelines>,
+    record: Arc<Record>,
     permit: Mutex<Option<Permit>>,
 }
 
 impl Account {
-    pub(crate) fn open(metrics: Arc<Metrics>, request_id: RequestId, endpoint: &'static str) -> Self {
-        Self(Arc::new(Entry {
-            metrics,
-            request_id,
-            endpoint,
-            began: Instant::now(),
-            outcome: AtomicU8::new(Outcome::Abandoned as u8),
-            status: AtomicU16::new(CLIENT_LEFT),
-            sent: AtomicU64::new(0),
-            permit: Mutex::default(),
-        }))
+    pub(crate) fn open(
+        metrics: Arc<Metrics>,
+        timelines: Arc<Timelines>,
+        request_id: RequestId,
+        endpoint: &'static str,
+    ) -> Self {
+        let record = timelines.open(request_id, endpoint);
+        Self(Arc::new(Entry { metrics, timelines, record, permit: Mutex::default() }))
     }
 
     /// The surface answers with an error of this status. What the core has said of its reason stays.
     pub fn refused(&self, status: u16) {
-        self.0.status.store(status, Ordering::Relaxed);
-        if self.outcome() == Outcome::Abandoned {
-            self.0.outcome.store(Outcome::of_status(status) as u8, Ordering::Relaxed);
+        self.0.record.set_status(status);
+        if self.0.record.outcome() == Outcome::Abandoned {
+            self.0.record.set_outcome(Outcome::of_status(status));
         }
     }
 
@@ -67,37 +57,48 @@ impl Account {
 
     /// Why there is no answer of an engine; the surface knows the status.
     pub(crate) fn failed(&self, outcome: Outcome) {
-        self.0.outcome.store(outcome as u8, Ordering::Relaxed);
+        self.0.record.set_outcome(outcome);
     }
 
     /// The answer with this status is out, or ends here.
     pub(crate) fn ended(&self, outcome: Outcome, status: u16) {
-        self.0.outcome.store(outcome as u8, Ordering::Relaxed);
-        self.0.status.store(status, Ordering::Relaxed);
+        self.0.record.set_outcome(outcome);
+        self.0.record.set_status(status);
     }
 
     /// Bytes of the answer's body went out.
     pub(crate) fn sent(&self, bytes: usize) {
-        self.0.sent.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.0.record.sent(bytes);
     }
 
-    fn outcome(&self) -> Outcome {
-        Outcome::of_code(self.0.outcome.load(Ordering::Relaxed))
+    /// Its body was read, and can be served.
+    pub(crate) fn read(&self, model: &str, stream: bool, bytes: usize, key: Option<&Arc<str>>) {
+        self.0.record.read(model, stream, bytes, key);
+    }
+
+    /// Something happened to the request.
+    pub(crate) fn step(&self, step: Step) {
+        self.0.record.step(step, None);
+    }
+
+    /// Something happened to the request with a peer.
+    pub(crate) fn step_with(&self, peer: &Peer, step: Step) {
+        self.0.record.step(step, Some(&peer.name));
     }
 }
 
 impl Drop for Entry {
     fn drop(&mut self) {
-        let outcome = Outcome::of_code(*self.outcome.get_mut());
-        let status = *self.status.get_mut();
-        self.metrics.request_ended(self.endpoint, status, outcome);
+        self.timelines.close(&self.record);
+        let (outcome, status) = (self.record.outcome(), self.record.status());
+        self.metrics.request_ended(self.record.endpoint(), status, outcome);
         tracing::info!(
-            request_id = self.request_id.as_str(),
-            endpoint = self.endpoint,
+            request_id = self.record.request_id().as_str(),
+            endpoint = self.record.endpoint(),
             status,
             outcome = outcome.label(),
-            bytes = *self.sent.get_mut(),
-            seconds = self.began.elapsed().as_secs_f64(),
+            bytes = self.record.sent_bytes(),
+            seconds = self.record.began().elapsed().as_secs_f64(),
             "request ended"
         );
     }
@@ -109,7 +110,8 @@ mod tests {
 
     fn closed(tell: impl FnOnce(&Account)) -> String {
         let metrics = Metrics::new();
-        let account = Account::open(Arc::clone(&metrics), RequestId::accept(None), "completions");
+        let account =
+            Account::open(Arc::clone(&metrics), Timelines::new(1), RequestId::accept(None), "completions");
         let other = account.clone();
         tell(&account);
         drop(account);

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use std::ops::RangeInclusive;
 
 use crate::Core;
-use crate::error::HandOffRefusal;
+use crate::handoff::HandedOff;
 use crate::pool::peer::Peer;
 use crate::registry::EngineRecord;
 use crate::settings::AddressCheck;
@@ -14,31 +14,41 @@ use crate::side_channel::channels::ChannelAddress;
 use crate::upstream::Route;
 
 impl Core {
-    /// The refusal of a hand-off whose address is not its peer's, as far as that is to be checked.
-    pub(crate) fn foreign_address(
+    /// Whether a hand-off's address is not its peer's, as far as that is to be checked.
+    pub(crate) fn names_a_stranger(
         &self,
         peer: &Peer,
-        hand_off: &crate::handoff::HandedOff,
+        hand_off: &HandedOff,
         route: Route,
-    ) -> Option<HandOffRefusal> {
-        let check = self.settings().hand_off.address_check;
-        let engine = self.registry.engine(&hand_off.engine_id);
-        is_foreign(check, peer, engine.as_deref(), &hand_off.channel.address, route)
-            .then_some(HandOffRefusal::ForeignAddress)
+        check: AddressCheck,
+    ) -> bool {
+        let engine = self.registry.engine(&hand_off.engine_id).map(|engine| Known {
+            port: engine.traits.side_channel_port.filter(|_| !self.side_channels.is_ours(&engine)),
+            engine,
+        });
+        is_foreign(check, peer, engine.as_ref(), &hand_off.channel.address, route)
     }
+}
+
+/// A registered engine.
+struct Known {
+    engine: std::sync::Arc<EngineRecord>,
+    /// The port that it told. What this router has only read, because an earlier hand-off of the same peer
+    /// named it, is no better than the newest hand-off: an engine that restarts may take another port.
+    port: Option<u16>,
 }
 
 fn is_foreign(
     check: AddressCheck,
     peer: &Peer,
-    engine: Option<&EngineRecord>,
+    known: Option<&Known>,
     named: &ChannelAddress,
     route: Route,
 ) -> bool {
     let configured = peer.spec.side_channel.as_deref().and_then(ChannelAddress::parse);
-    let traits = engine.map(|engine| &engine.traits);
-    let (host, port) =
-        traits.map_or((None, None), |traits| (traits.side_channel_host.as_deref(), traits.side_channel_port));
+    let engine = known.map(|known| &*known.engine);
+    let host = engine.and_then(|engine| engine.traits.side_channel_host.as_deref());
+    let port = known.and_then(|known| known.port);
     let is_known = configured.is_some() || host.is_some() || port.is_some();
     match check {
         AddressCheck::Off => return false,
@@ -105,13 +115,13 @@ mod tests {
         Peer::new("p".into(), spec).unwrap()
     }
 
-    fn registered(host: Option<&str>, port: Option<u16>, dp_rank: u32) -> std::sync::Arc<EngineRecord> {
+    fn registered(host: Option<&str>, port: Option<u16>, dp_rank: u32) -> Known {
         let registry = Registry::new(RegistryLimits::default());
         let mut registration = Registration { engine_id: "e".into(), dp_rank, ..Registration::default() };
         registration.traits.side_channel_host = host.map(str::to_owned);
         registration.traits.side_channel_port = port;
         registry.register(registration).unwrap();
-        registry.engine("e").unwrap()
+        Known { engine: registry.engine("e").unwrap(), port }
     }
 
     #[tokio::test]
@@ -149,12 +159,23 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn of_an_engine_that_was_only_read_the_port_may_be_another_one() {
+        let peer = peer("http://p.internal:8100", |_| {});
+        let engine = Known { port: None, ..registered(Some("10.9.9.9"), Some(5600), 0) };
+        let foreign =
+            |host, port| is_foreign(AddressCheck::Known, &peer, Some(&engine), &hand_off(host, port), AWAY);
+        assert!(!foreign("10.9.9.9", 5601));
+        assert!(!foreign("p.internal", 5601));
+        assert!(foreign("169.254.169.254", 5600));
+    }
+
+    #[tokio::test]
     async fn the_operators_word_counts_for_every_data_parallel_rank() {
         let peer = peer("http://10.0.0.7:8100", |spec| {
             spec.side_channel = Some("10.9.9.9:5600".into());
             spec.dp_size = Some(2);
         });
-        let foreign = |engine: Option<&EngineRecord>, host, port| {
+        let foreign = |engine: Option<&Known>, host, port| {
             is_foreign(AddressCheck::Known, &peer, engine, &hand_off(host, port), AWAY)
         };
         assert!(!foreign(None, "10.9.9.9", 5600));

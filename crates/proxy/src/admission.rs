@@ -19,7 +19,7 @@ use crate::disagg::Exchange;
 use crate::error::{ProxyError, Stage};
 use crate::metrics::Metrics;
 use crate::request::{BadRequest, ClientRequest};
-use crate::settings::OnMissing;
+use crate::settings::{OnMissing, Settings};
 
 pub(crate) use queue::Counts;
 use queue::{Ask, Full, NONE, Offer, Order, Queue, Refusal, ScopeId, Scopes, ids};
@@ -282,32 +282,33 @@ impl Drop for Permit {
     }
 }
 
-impl Core {
+impl AdmissionSettings {
     /// Refuses what asks for more than one request may have.
     ///
     /// # Errors
     /// It does.
     pub(crate) fn check_size(&self, request: &ClientRequest) -> Result<(), BadRequest> {
-        let settings = self.settings();
-        let limits = &settings.admission;
         let prompt = request.prompt_bytes();
-        if limits.prompt_bytes != 0 && prompt > limits.prompt_bytes {
-            return Err(BadRequest::PromptTooLarge { bytes: prompt, limit: limits.prompt_bytes });
+        if self.prompt_bytes != 0 && prompt > self.prompt_bytes {
+            return Err(BadRequest::PromptTooLarge { bytes: prompt, limit: self.prompt_bytes });
         }
         match request.max_tokens() {
-            Some((field, asked)) if limits.max_tokens != 0 && asked > limits.max_tokens => {
-                Err(BadRequest::TooManyTokens { field, limit: limits.max_tokens })
+            Some((field, asked)) if self.max_tokens != 0 && asked > self.max_tokens => {
+                Err(BadRequest::TooManyTokens { field, limit: self.max_tokens })
             }
             _ => Ok(()),
         }
     }
+}
 
+impl Core {
     /// Waits for the places that a request needs; they are kept until its account is closed.
     ///
     /// # Errors
     /// Nothing can serve it, or there is no place.
     pub(crate) async fn admit(
         &self,
+        settings: &Settings,
         request: Option<&ClientRequest>,
         exchange: &Exchange,
     ) -> Result<(), ProxyError> {
@@ -315,7 +316,6 @@ impl Core {
         if self.pool.ready(Stage::Decode) == 0 {
             return Err(ProxyError::NoPeer(Stage::Decode));
         }
-        let settings = self.settings();
         let least = settings.hand_off.min_prompt_bytes;
         let no_prefill = self.pool.ready(Stage::Prefill) == 0;
         let two_legs = request.is_some_and(|request| request.bypass_below(least).is_none());

@@ -46,6 +46,22 @@ impl ModelScope {
     }
 }
 
+/// The one model that a body names; `None` when it names none or several, or cannot be read.
+pub(crate) fn only_model(body: &[u8]) -> Option<String> {
+    let mut found: Option<String> = None;
+    for member in members(body).ok()? {
+        let member = member.ok()?;
+        if member.key_is("model") {
+            let model = member.string()?.to_string();
+            if found.as_ref().is_some_and(|found| *found != model) {
+                return None;
+            }
+            found = Some(model);
+        }
+    }
+    found
+}
+
 /// A client of the inference endpoints.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Client {
@@ -101,6 +117,16 @@ mod tests {
 
     fn denied(model: &str) -> Result<(), ProxyError> {
         Err(ProxyError::ModelDenied { model: model.into() })
+    }
+
+    #[test]
+    fn a_body_names_one_model_or_none() {
+        let only = |body: &str| only_model(body.as_bytes());
+        assert_eq!(only(r#"{"input":"x","model":"a"}"#).as_deref(), Some("a"));
+        assert_eq!(only(r#"{"model":"a","model":"a"}"#).as_deref(), Some("a"));
+        for body in [r#"{"model":"a","model":"b"}"#, r#"{"model":1}"#, "{}", "[]", "", r#"{"model":"a""#] {
+            assert_eq!(only(body), None, "{body}");
+        }
     }
 
     #[test]

@@ -105,20 +105,9 @@ impl Core {
         let peers = self.pool.all();
         self.metrics
             .health(peers.iter().map(|peer| (peer.spec.role.stage(), peer.id.clone(), peer.health.view())));
-        let condition = |peer: &Peer| {
-            let standing = &peer.standing;
-            match () {
-                () if standing.is_leaving() => "leaving",
-                () if standing.is_drained() => "drained",
-                () if !peer.is_ready() => "unready",
-                () if !standing.is_open() => "closed",
-                () if !peer.warmth.is_warm() => "cold",
-                () => "open",
-            }
-        };
         let stage = |peer: &Peer| peer.spec.role.stage();
         let quarantined = peers.iter().filter(|peer| peer.standing.is_quarantined());
-        let conditions = peers.iter().map(|peer| (stage(peer), condition(peer)));
+        let conditions = peers.iter().map(|peer| (stage(peer), peer.condition()));
         self.metrics.fleet(
             conditions.chain(quarantined.map(|peer| (stage(peer), "quarantined"))),
             peers.iter().filter_map(|peer| Some((stage(peer), peer.standing.restarts()?.count))),
@@ -156,7 +145,7 @@ impl Proxy {
             state.quarantined.remove(id);
             state.removed.extend(place);
         });
-        let view = self.core.pool.remove(id)?;
+        let view = self.core.pool.remove(id)?.view(&self.core.notifier);
         self.core.side_channels_forgotten(&peer);
         Some(view)
     }
@@ -190,7 +179,7 @@ impl Proxy {
             in_flight: peer.in_flight(),
             handoffs: core.ledger.of_peer(&peer.id),
             seconds: began.elapsed().as_secs_f64(),
-            peer: peer.view(),
+            peer: peer.view(&core.notifier),
         })
     }
 
@@ -202,7 +191,7 @@ impl Proxy {
             state.quarantined.insert(peer.id.clone());
         });
         self.core.pool.mark();
-        Some(peer.view())
+        Some(peer.view(&self.core.notifier))
     }
 
     /// Ends what keeps a peer from requests or hand-offs: draining, quarantine, and the quarantines
@@ -216,7 +205,7 @@ impl Proxy {
         });
         self.core.pool.mark();
         self.core.pool.end_quarantines_of(&peer);
-        Some(peer.view())
+        Some(peer.view(&self.core.notifier))
     }
 
     /// What operators have decided.

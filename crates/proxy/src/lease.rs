@@ -13,6 +13,7 @@ use kv_connector::protocol::params::{Generation, TransferMode};
 use tokio::time::Instant;
 
 use crate::Core;
+use crate::disagg::Order;
 use crate::error::{Stage, UpstreamFailure};
 use crate::handoff::HandedOff;
 use crate::ledger::{Granted, HandOffState};
@@ -20,7 +21,7 @@ use crate::metrics::{HandOffResult, Way};
 use crate::pool::health;
 use crate::pool::peer::Peer;
 use crate::registry::EngineRecord;
-use crate::request::{ClientRequest, Endpoint};
+use crate::request::Endpoint;
 use crate::request_id::RequestId;
 use crate::splice::{PromptPart, Spliced};
 use crate::upstream::{Leg, own_headers};
@@ -52,7 +53,7 @@ struct Hold {
     prefill: Arc<Peer>,
     key: u64,
     hand_off: HandedOff,
-    request: ClientRequest,
+    order: Order,
     request_id: RequestId,
     decode: Option<Arc<Peer>>,
     /// A decode engine may have it.
@@ -68,10 +69,10 @@ impl Lease {
         core: &Arc<Core>,
         hand_off: HandedOff,
         prefill: &Arc<Peer>,
-        request: &ClientRequest,
+        order: &Order,
         request_id: &RequestId,
     ) -> Self {
-        let policy = &core.settings().hand_off;
+        let policy = &order.settings.hand_off;
         let lasts = prefill.spec.lease.unwrap_or(match hand_off.generation {
             Generation::V2 => policy.lease_v2,
             Generation::V14 => policy.lease,
@@ -91,7 +92,7 @@ impl Lease {
             prefill: Arc::clone(prefill),
             key,
             hand_off,
-            request: request.clone(),
+            order: order.clone(),
             request_id: request_id.clone(),
             decode: None,
             given: false,
@@ -124,7 +125,7 @@ impl Lease {
     /// Whether the lease may end before a decode engine has read the blocks.
     pub(crate) fn is_expiring(&self) -> bool {
         self.hold.as_ref().is_some_and(|hold| {
-            let margin = hold.core.settings().hand_off.lease_margin.min(hold.lasts / 2);
+            let margin = hold.order.settings.hand_off.lease_margin.min(hold.lasts / 2);
             hold.granted.elapsed() + margin >= hold.lasts
         })
     }
@@ -260,7 +261,7 @@ impl Hold {
         if let Some(meant) = &self.decode {
             peers.sort_by_key(|peer| !Arc::ptr_eq(peer, meant));
         }
-        let deadline = self.core.settings().timeouts.release;
+        let deadline = self.order.settings.timeouts.release;
         for peer in peers.iter().take(RELEASE_TRIES) {
             // A stranger to P has a handshake to make.
             let hurry = if peer.has_met(&self.hand_off.engine_id) { 5 } else { 2 };
@@ -286,7 +287,7 @@ impl Hold {
             return self.reject(peer).await.map(|()| Way::Rejection);
         }
         if self.hand_off.sound || !newest {
-            let read = self.send(peer, self.request.endpoint().path(), self.one_token_body(peer)).await?;
+            let read = self.send(peer, self.order.endpoint().path(), self.one_token_body(peer)).await?;
             if read.is_success() {
                 peer.knows_engine(&self.hand_off.engine_id);
                 return Ok(Way::Read);
@@ -320,25 +321,25 @@ impl Hold {
             headers: own_headers(&RequestId::accept(None)),
             body,
         };
-        let deadline = self.core.settings().timeouts.release;
+        let deadline = self.order.settings.timeouts.release;
         let response = match self.core.upstream.send(leg(body.clone()), deadline).await {
             Err(failure) if failure.stale => self.core.upstream.send_anew(leg(body), deadline).await?,
             sent => sent?,
         };
         let status = response.status();
-        let limit = self.core.settings().limits.answer_bytes;
+        let limit = self.order.settings.limits.answer_bytes;
         self.core.upstream.collect(Stage::Decode, response.into_body(), limit).await?;
         Ok(status)
     }
 
     fn one_token_body(&self, decode: &Peer) -> Spliced {
         let salt = uuid::Uuid::new_v4().simple().to_string();
-        self.request.release_body(self.core.hand_off_for(&self.hand_off, decode), &salt)
+        self.order.request.release_body(self.core.hand_off_for(&self.hand_off, decode), &salt)
     }
 
     /// The smallest request that makes an engine step.
     fn nudge_body(&self) -> Spliced {
-        let model = serde_json::Value::from(self.request.model());
+        let model = serde_json::Value::from(self.order.model());
         Spliced::from(Bytes::from(format!(r#"{{"model":{model},"prompt":"-","max_tokens":1}}"#)))
     }
 

@@ -130,6 +130,34 @@ impl Ledger {
         entries.values().filter(of_peer).count()
     }
 
+    /// How many there are, and the oldest of them, at most so many; `millis` puts a moment on the router's
+    /// clock.
+    pub(crate) fn glance(
+        &self,
+        limit: usize,
+        millis: impl Fn(Instant) -> u64,
+    ) -> (usize, Vec<HandOffGlance>) {
+        let entries = self.entries.lock();
+        let mut keys: Vec<u64> = entries.keys().copied().collect();
+        let live = keys.len();
+        keys.sort_unstable();
+        let glance = |key: u64| {
+            let entry = entries.get(&key)?;
+            let granted = &entry.granted;
+            Some(HandOffGlance {
+                key,
+                request_id: granted.request_id.clone(),
+                state: entry.state,
+                prefill: granted.prefill.clone(),
+                decode: entry.decode.clone(),
+                blocks: granted.blocks,
+                granted_ms: millis(entry.since),
+                ends_ms: millis(entry.since + granted.lease),
+            })
+        };
+        (live, keys.into_iter().take(limit).filter_map(glance).collect())
+    }
+
     pub(crate) fn views(&self) -> Vec<HandOffView> {
         let now = Instant::now();
         let mut views: Vec<(u64, HandOffView)> = self
@@ -178,6 +206,19 @@ pub struct HandOffView {
     pub age_seconds: f64,
     /// Seconds until the lease ends unless a decode engine renews it.
     pub lease_left_seconds: f64,
+}
+
+/// A live hand-off among others, on the router's own clock.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct HandOffGlance {
+    pub(crate) key: u64,
+    pub(crate) request_id: String,
+    pub(crate) state: HandOffState,
+    pub(crate) prefill: String,
+    pub(crate) decode: Option<String>,
+    pub(crate) blocks: usize,
+    pub(crate) granted_ms: u64,
+    pub(crate) ends_ms: u64,
 }
 
 #[cfg(test)]

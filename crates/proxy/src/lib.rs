@@ -23,6 +23,7 @@ mod model;
 mod notify;
 mod pool;
 mod prefill;
+mod pulse;
 mod registry;
 mod registry_address;
 mod relay;
@@ -35,6 +36,7 @@ mod side_channel;
 pub mod splice;
 mod store;
 mod stream;
+mod timeline;
 mod upstream;
 mod warm_up;
 mod wire;
@@ -61,11 +63,13 @@ pub use kv_connector::fit::EngineTraits;
 pub use kv_connector::protocol::params::{Generation, TransferMode};
 pub use ledger::{HandOffState, HandOffView};
 pub use metrics::METRICS_CONTENT_TYPE;
+pub use notify::NotifyView;
 pub use pool::{
-    Authorization, BreakerSettings, BreakerState, HealthView, ModelList, OperatorState, PairView, PeerFault,
-    PeerPlace, PeerSpec, PeerSpecError, PeerState, PeerView, QuarantineView, Readiness, Restarts, Role,
-    Verdict, is_host,
+    Authorization, BreakerSettings, BreakerState, EngineLoadView, HealthView, ModelList, OperatorState,
+    PairView, PeerFault, PeerPlace, PeerSpec, PeerSpecError, PeerState, PeerView, QuarantineView, Readiness,
+    Restarts, Role, Verdict, is_host,
 };
+pub use pulse::{Pulse, PulseFrame, TooManyViewers};
 pub use registry::{
     AboutEngine, ChangeKind, Changes, ClockReading, Echo, EngineRecord, EngineRole, EngineState,
     EngineSummary, EngineView, FieldProblem, Found, Heartbeat, Missing, PayloadPart, Rank, RankId,
@@ -78,18 +82,20 @@ pub use request::{BadRequest, Endpoint, InjectedHandOff};
 pub use request_id::{RequestId, X_REQUEST_ID};
 pub use settings::{
     AddressCheck, HandOffPolicy, Limits, Nixl, OnMissing, Pairing, Probe, Retry, Settings, Streaming,
-    Timeouts, UnknownPairs,
+    Timelines as TimelineSettings, Timeouts, UnknownPairs,
 };
 pub use side_channel::channels::{SideChannelState, SideChannelView};
 pub use side_channel::settings::{FrontSettings, NotPorts, PortRange, ReadSideChannels, SideChannelSettings};
 pub use store::{StoreFault, StoreKind, StoreSettings, StoreView};
 pub use stream::{EventError, RelayBody, RelayError, error_event};
+pub use timeline::{RequestFacts, RequestTimeline, RequestView, StepView};
 
 use ledger::Ledger;
 use metrics::Metrics;
 use pool::Pool;
 use side_channel::SideChannels;
-use store::{Storage as _, Store};
+use store::Storage;
+use timeline::Timelines;
 use upstream::Upstream;
 
 /// What every part of the core shares.
@@ -101,11 +107,13 @@ struct Core {
     held: Held,
     ledger: Ledger,
     registry: Registry,
-    store: Store,
+    store: Box<dyn Storage>,
     notifier: notify::Notifier,
     retries: retry::Budget,
     admission: Arc<admission::Admission>,
     side_channels: SideChannels,
+    timelines: Arc<Timelines>,
+    viewers: pulse::Viewers,
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
     stop: CancellationToken,
@@ -156,11 +164,13 @@ impl Proxy {
             admission: admission::Admission::new(&settings.admission, Arc::clone(&metrics)),
             retries: retry::Budget::new(settings.retry.clone()),
             ledger: Ledger::new(Arc::clone(&metrics)),
-            store: Store::start(&settings.store, registry.clone(), &tasks, &stop),
+            store: store::start(&settings.store, registry.clone(), &tasks, &stop),
             registry,
             notifier,
             pool: Pool::new(settings.pairing.clone(), settings.breaker.clone(), upstream.dials().clone()),
             side_channels: SideChannels::default(),
+            timelines: Timelines::new(settings.timeline.requests),
+            viewers: pulse::Viewers::default(),
             upstream,
             held,
             metrics,
@@ -171,6 +181,7 @@ impl Proxy {
             settings: ArcSwap::from_pointee(settings),
         });
         pool::probe::watch(Arc::clone(&core));
+        pool::scrape::watch(Arc::clone(&core));
         fleet::follow(Arc::clone(&core));
         side_channel::start(&core);
         core.tasks.spawn(core.registry.clone().expire_until(core.stop.clone()));
@@ -182,7 +193,20 @@ impl Proxy {
     /// Opens the account of one request; `endpoint` is its name in metrics and must be one of few.
     #[must_use]
     pub fn account(&self, request_id: &RequestId, endpoint: &'static str) -> Account {
-        Account::open(Arc::clone(&self.core.metrics), request_id.clone(), endpoint)
+        let (metrics, timelines) = (Arc::clone(&self.core.metrics), Arc::clone(&self.core.timelines));
+        Account::open(metrics, timelines, request_id.clone(), endpoint)
+    }
+
+    /// The last requests, the newest first and at most so many; only running or only ended ones if asked.
+    #[must_use]
+    pub fn requests(&self, limit: usize, running: Option<bool>) -> Vec<RequestView> {
+        self.core.timelines.views(limit, running)
+    }
+
+    /// What happened to the newest request of this id, if it is still known.
+    #[must_use]
+    pub fn request(&self, request_id: &str) -> Option<RequestTimeline> {
+        self.core.timelines.view(request_id)
     }
 
     /// The room for bodies, of requests being read too.
@@ -242,13 +266,13 @@ impl Proxy {
     #[must_use]
     pub fn peers(&self) -> Vec<PeerView> {
         self.core.pool.learn(&self.core.registry);
-        self.core.pool.all().iter().map(|peer| peer.view()).collect()
+        self.core.pool.all().iter().map(|peer| peer.view(&self.core.notifier)).collect()
     }
 
     /// One peer.
     #[must_use]
     pub fn peer(&self, id: &str) -> Option<PeerView> {
-        self.core.pool.get(id).map(|peer| peer.view())
+        self.core.pool.get(id).map(|peer| peer.view(&self.core.notifier))
     }
 
     /// Adds a peer and probes it at once; it takes requests after its first good probe.
@@ -257,7 +281,7 @@ impl Proxy {
     /// The description cannot be used, or such a peer exists.
     pub fn add_peer(&self, spec: PeerSpec) -> Result<PeerView, PeerSpecError> {
         let peer = self.core.pool.add(spec)?;
-        let view = peer.view();
+        let view = peer.view(&self.core.notifier);
         if peer.spec.notify {
             self.core.notifier.prepare();
         }

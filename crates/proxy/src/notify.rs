@@ -9,6 +9,7 @@ mod agent;
 mod agent;
 mod gate;
 mod owner;
+mod view;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -23,10 +24,12 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 pub(crate) use gate::Barred;
+pub use view::NotifyView;
 
 use crate::handoff::HandedOff;
 use crate::registry::{EngineRecord, Rank, RankView, Registry};
 use crate::settings::Nixl;
+use view::AgentState;
 
 /// Notifications that may wait for the agent.
 const QUEUE: usize = 1024;
@@ -144,6 +147,8 @@ enum Job {
 #[derive(Debug)]
 pub(crate) struct Notifier {
     jobs: mpsc::Sender<Job>,
+    /// What became of the agent.
+    agent: Arc<Mutex<AgentState>>,
     reported: Mutex<BTreeSet<(String, &'static str)>>,
 }
 
@@ -156,8 +161,9 @@ impl Notifier {
         stop: CancellationToken,
     ) -> Self {
         let (jobs, queue) = mpsc::channel(QUEUE);
-        tasks.spawn(owner::run(settings, registry, tasks.clone(), queue, stop));
-        Self { jobs, reported: Mutex::default() }
+        let agent = Arc::<Mutex<AgentState>>::default();
+        tasks.spawn(owner::run(settings, registry, tasks.clone(), Arc::clone(&agent), queue, stop));
+        Self { jobs, agent, reported: Mutex::default() }
     }
 
     /// An engine of the fleet may be notified: an agent that cannot be had is reported now rather

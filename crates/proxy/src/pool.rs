@@ -3,15 +3,19 @@
 mod adopt;
 pub(crate) mod breaker;
 mod exchange;
+mod glance;
 pub(crate) mod health;
+pub(crate) mod load;
 pub(crate) mod matrix;
 pub(crate) mod operator;
 mod outcome;
 pub(crate) mod pairing;
 pub(crate) mod peer;
 pub(crate) mod probe;
+pub(crate) mod scrape;
 mod spec;
 pub(crate) mod standing;
+pub(crate) mod traffic;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -26,6 +30,7 @@ pub(crate) use adopt::Adopted;
 pub use breaker::{BreakerSettings, BreakerState};
 use health::Health;
 pub use health::HealthView;
+pub use load::EngineLoadView;
 use matrix::{Matrix, PairKey, pair_key};
 pub use matrix::{PairView, QuarantineView};
 use operator::Operator;
@@ -161,12 +166,12 @@ impl Pool {
     }
 
     /// Takes a peer out; what is in flight with it goes on.
-    pub(crate) fn remove(&self, id: &str) -> Option<PeerView> {
+    pub(crate) fn remove(&self, id: &str) -> Option<Arc<Peer>> {
         let _changing = self.changes.lock();
         let current = self.snapshot.load();
-        let gone = current.all().find(|peer| peer.id == id)?;
-        self.take_out(&current, gone);
-        Some(gone.view())
+        let gone = Arc::clone(current.all().find(|peer| peer.id == id)?);
+        self.take_out(&current, &gone);
+        Some(gone)
     }
 
     fn take_out(&self, current: &Snapshot, gone: &Arc<Peer>) {
@@ -317,7 +322,8 @@ impl Pool {
         let ready: Vec<&Arc<Peer>> = peers[start..]
             .iter()
             .chain(&peers[..start])
-            .filter(|peer| peer.is_open() && !tried.iter().any(|other| Arc::ptr_eq(other, peer)))
+            .filter(|peer| peer.is_open() && peer.may_have(model))
+            .filter(|peer| !tried.iter().any(|other| Arc::ptr_eq(other, peer)))
             .collect();
         let now = Instant::now();
         let mut sound: Vec<&Arc<Peer>> =
@@ -365,9 +371,19 @@ impl Pool {
         ready.peek().is_some() && ready.all(|peer| !peer.hands_off_on(endpoint))
     }
 
+    /// Whether any peer may have requests of some models only.
+    pub(crate) fn has_bound(&self) -> bool {
+        self.snapshot.load().all().any(|peer| peer.is_bound())
+    }
+
     /// Whether any open pair can hand off.
     pub(crate) fn has_pair(&self) -> bool {
         self.snapshot.load().decode.iter().any(|decode| decode.is_open() && self.has_partner(decode))
+    }
+
+    /// The verdicts as they were made last, and the peers of now.
+    pub(crate) fn judged(&self) -> (Arc<Matrix>, Arc<Snapshot>) {
+        (self.matrix.load_full(), self.snapshot.load_full())
     }
 
     /// Every pair, with what is known of it.
@@ -391,7 +407,8 @@ impl Pool {
     pub(crate) fn models(&self) -> ModelList {
         let mut entries: BTreeMap<String, Box<RawValue>> = BTreeMap::new();
         for peer in self.snapshot.load().all().filter(|peer| peer.is_ready()) {
-            for served in peer.observed.read().models.iter() {
+            let observed = peer.observed.read();
+            for served in observed.models.iter().filter(|served| peer.may_have(Some(&served.id))) {
                 entries.entry(served.id.clone()).or_insert_with(|| served.entry.clone());
             }
         }

@@ -13,13 +13,14 @@ use kv_connector::protocol::params::Generation;
 use tokio::time::timeout;
 
 use crate::Core;
-use crate::error::{Broken, Progress, Stage, UpstreamFailure};
-use crate::handoff;
+use crate::disagg::Order;
+use crate::error::{Broken, HandOffRefusal, Progress, Stage, UpstreamFailure};
+use crate::handoff::{self, HandedOff, Refused};
 use crate::lease::Lease;
 use crate::metrics::AbandonedPrefill;
-use crate::pool::peer::InFlight;
-use crate::request::ClientRequest;
+use crate::pool::peer::{InFlight, Peer};
 use crate::request_id::RequestId;
+use crate::settings::Settings;
 use crate::upstream::{Leg, route};
 
 /// How long abandoned prefills are still heard out when the router ends.
@@ -36,7 +37,7 @@ struct Running {
     answer: Pin<Box<dyn Future<Output = Answered> + Send>>,
     core: Arc<Core>,
     in_flight: InFlight,
-    request: ClientRequest,
+    order: Order,
     request_id: RequestId,
 }
 
@@ -45,7 +46,7 @@ impl PrefillLeg {
     pub(crate) fn start(
         core: &Arc<Core>,
         in_flight: InFlight,
-        request: &ClientRequest,
+        order: &Order,
         request_id: &RequestId,
         headers: HeaderMap,
         anew: bool,
@@ -53,14 +54,14 @@ impl PrefillLeg {
         let peer = Arc::clone(&in_flight.peer);
         // That generation hands off only what ended by length.
         let ignore_eos = peer.generation() == Some(Generation::V2);
-        let (body, path) = (request.prefill_body(ignore_eos), request.endpoint().path());
-        let exchange = Arc::clone(core);
+        let (body, path) = (order.request.prefill_body(ignore_eos), order.endpoint().path());
+        let (exchange, settings) = (Arc::clone(core), Arc::clone(&order.settings));
         let answer = Box::pin(async move {
             let leg = Leg { stage: Stage::Prefill, peer: &peer, method: Method::POST, path, headers, body };
-            exchange.whole_answer(leg, anew).await
+            exchange.whole_answer(leg, &settings, anew).await
         });
-        let (request, request_id) = (request.clone(), request_id.clone());
-        let running = Running { answer, core: Arc::clone(core), in_flight, request, request_id };
+        let (order, request_id) = (order.clone(), request_id.clone());
+        let running = Running { answer, core: Arc::clone(core), in_flight, order, request_id };
         Self { running: Some(running) }
     }
 
@@ -69,7 +70,7 @@ impl PrefillLeg {
     pub(crate) async fn answer(&mut self) -> Answered {
         let lost = UpstreamFailure::new(Stage::Prefill, Broken::Reset, Progress::Answering);
         let running = self.running.as_mut().ok_or(lost)?;
-        let deadline = running.core.settings().timeouts.prefill;
+        let deadline = running.order.settings.timeouts.prefill;
         let silent = UpstreamFailure::new(Stage::Prefill, Broken::Timeout, Progress::Sent);
         let answered = timeout(deadline, running.answer.as_mut()).await.map_err(|_late| silent)?;
         self.running = None;
@@ -90,9 +91,9 @@ impl Running {
     /// Closing the connection would abort a prefill that still computes, but not one that has ended:
     /// its blocks could then be named by nobody until the lease ends.
     async fn abandon(self) {
-        let Self { answer, core, in_flight, request, request_id } = self;
+        let Self { answer, core, in_flight, order, request_id } = self;
         let of_peer = in_flight.peer.spec.abandon_grace;
-        let grace = of_peer.unwrap_or(core.settings().hand_off.abandon_grace);
+        let grace = of_peer.unwrap_or(order.settings.hand_off.abandon_grace);
         let leaving = async {
             core.stop.cancelled().await;
             tokio::time::sleep(LEAVING).await;
@@ -106,19 +107,11 @@ impl Running {
             Some(Err(_)) => AbandonedPrefill::Failed,
             Some(Ok((head, _))) if !head.status().is_success() => AbandonedPrefill::KeptNone,
             Some(Ok((head, answer))) => {
-                let peer = &in_flight.peer;
-                let route = route(&head);
-                let accepted =
-                    handoff::accept(&request, &answer, peer, route.same_host, core.tokens_per_block());
-                let unread = accepted.map_or_else(|refused| refused.unused.map(|unused| *unused), Some);
-                // Not even a release may go to an address that is not the peer's.
-                let unread = unread.filter(|unread| core.foreign_address(peer, unread, route).is_none());
-                let settings = core.settings();
-                let by_way_of = settings.hand_off.registry_address.as_ref();
-                match unread.and_then(|unread| unread.by_way_of(by_way_of).ok()) {
+                let granted = core.granted_by(&in_flight.peer, &order, &head, &answer);
+                match granted.map_or_else(|refused| refused.unused.map(|unused| *unused), Some) {
                     None => AbandonedPrefill::KeptNone,
                     Some(unread) => {
-                        drop(Lease::open(&core, unread, peer, &request, &request_id));
+                        drop(Lease::open(&core, unread, &in_flight.peer, &order, &request_id));
                         AbandonedPrefill::Released
                     }
                 }
@@ -129,15 +122,40 @@ impl Running {
 }
 
 impl Core {
-    /// What the check of block counts may know.
-    pub(crate) fn tokens_per_block(&self) -> impl FnOnce(&str) -> Option<u64> {
-        let check = self.settings().hand_off.check_block_count;
-        move |engine_id| if check { self.registry.tokens_per_block(engine_id) } else { None }
+    /// The hand-off in a prefill engine's whole answer, as decode engines are to get it.
+    ///
+    /// # Errors
+    /// Why no request may use it. What is unused may still be sent to free its blocks, but nothing may go to
+    /// an address that is not the peer's.
+    pub(crate) fn granted_by(
+        &self,
+        peer: &Peer,
+        order: &Order,
+        head: &Response<()>,
+        answer: &Bytes,
+    ) -> Result<HandedOff, Refused> {
+        let policy = &order.settings.hand_off;
+        let route = route(head);
+        let per_block =
+            |id: &str| if policy.check_block_count { self.registry.tokens_per_block(id) } else { None };
+        let accepted = handoff::accept(&order.request, answer, peer, route.same_host, per_block);
+        let named = accepted.as_ref().map_or_else(|refused| refused.unused.as_deref(), Some);
+        if named.is_some_and(|named| self.names_a_stranger(peer, named, route, policy.address_check)) {
+            return Err(HandOffRefusal::ForeignAddress.into());
+        }
+        let by_way_of = policy.registry_address.as_ref();
+        match accepted {
+            Ok(hand_off) => Ok(hand_off.by_way_of(by_way_of)?),
+            Err(Refused { refusal, unused }) => {
+                let unused = unused.and_then(|unused| unused.by_way_of(by_way_of).ok());
+                Err(Refused { refusal, unused: unused.map(Box::new) })
+            }
+        }
     }
 
-    async fn whole_answer(&self, leg: Leg<'_>, anew: bool) -> Answered {
+    async fn whole_answer(&self, leg: Leg<'_>, settings: &Settings, anew: bool) -> Answered {
         let stage = leg.stage;
-        let deadline = self.settings().timeouts.prefill + self.settings().hand_off.abandon_grace;
+        let deadline = settings.timeouts.prefill + settings.hand_off.abandon_grace;
         let exchange = async {
             let sent = if anew {
                 self.upstream.send_anew(leg, deadline).await
@@ -145,7 +163,7 @@ impl Core {
                 self.upstream.send(leg, deadline).await
             };
             let (head, body) = sent?.into_parts();
-            let answer = self.upstream.collect(stage, body, self.settings().limits.answer_bytes).await?;
+            let answer = self.upstream.collect(stage, body, settings.limits.answer_bytes).await?;
             Ok((Response::from_parts(head, ()), answer))
         };
         let silent = UpstreamFailure::new(stage, Broken::Timeout, Progress::Sent);

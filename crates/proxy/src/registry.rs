@@ -5,6 +5,8 @@ mod address;
 mod change;
 mod clock;
 mod error;
+mod expiry;
+mod life;
 mod limits;
 mod look_up;
 mod ownership;
@@ -18,14 +20,13 @@ mod watch;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use bytes::Bytes;
-use kv_connector::fit::EngineTraits;
 use kv_connector::protocol::metadata::NixlAgentMetadata;
-use parking_lot::{Mutex, RwLock, RwLockWriteGuard};
+use parking_lot::RwLock;
 use tokio::sync::{Notify, watch as watch_channel};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -45,9 +46,9 @@ pub use record::{
 pub use registration::{Heartbeat, RankPayload, Registration};
 pub use watch::{Watched, Watcher};
 
-use record::Pulse;
-use registration::{Checked, check_payload, unix_seconds};
-use state::{Place, State};
+use life::{compose, continue_life, receipt, unnamed};
+use registration::check_payload;
+use state::State;
 use watch::{BATCH, Watchers};
 
 /// What a rank's payload changed.
@@ -349,207 +350,6 @@ impl Registry {
         let NixlAgentMetadata::V14(metadata) = engine.metadata()? else { return None };
         let tokens = metadata.block_size.checked_mul(metadata.physical_blocks_per_logical_kv_block)?;
         u64::try_from(tokens).ok().filter(|tokens| *tokens > 0)
-    }
-
-    // ------------------------------------------------------------ time
-
-    /// Lets silent engines leave in time, though nobody reads, until told to stop.
-    pub(crate) async fn expire_until(self, stop: CancellationToken) {
-        loop {
-            let moved = self.shared.expiry_moved.notified();
-            self.sweep_if_due();
-            let due = match self.shared.next_expiry.load(Ordering::Acquire) {
-                u64::MAX => None,
-                micros => Some(self.shared.origin + Duration::from_micros(micros)),
-            };
-            let expiry = async {
-                match due {
-                    Some(due) => tokio::time::sleep_until(due).await,
-                    None => std::future::pending().await,
-                }
-            };
-            tokio::select! {
-                () = stop.cancelled() => return,
-                () = moved => {}
-                () = expiry => {}
-            }
-        }
-    }
-
-    /// Ends all that wait and watch, now and from now on; everything else goes on.
-    pub(crate) fn close(&self) {
-        self.shared.closing.cancel();
-    }
-
-    fn is_closed(&self) -> bool {
-        self.shared.closing.is_cancelled()
-    }
-
-    /// The router's clock in seconds.
-    fn now(&self) -> f64 {
-        self.shared.origin.elapsed().as_secs_f64()
-    }
-
-    /// Rounded up: what is due then has ended.
-    fn micros_until(&self, moment: Instant) -> u64 {
-        let nanos = moment.duration_since(self.shared.origin).as_nanos();
-        u64::try_from(nanos.div_ceil(1000)).unwrap_or(u64::MAX)
-    }
-
-    /// Renews the lease and takes the clock in; the router's clock for the answer.
-    fn beat(&self, record: &EngineRecord, clock: Option<f64>, echo: Option<Echo>) -> f64 {
-        let now = self.now();
-        let mut pulse = record.pulse.lock();
-        pulse.deadline = record.ttl.filter(|_| pulse.is_timed_here()).map(|ttl| Instant::now() + ttl);
-        if let Some(deadline) = pulse.deadline {
-            self.expires_at(deadline);
-        }
-        if let Some(sent) = clock {
-            pulse.clock.observe(sent, now, echo);
-        }
-        pulse.clock.answer(now)
-    }
-
-    /// Somebody's time runs out then.
-    fn expires_at(&self, deadline: Instant) {
-        let micros = self.micros_until(deadline);
-        if self.shared.next_expiry.fetch_min(micros, Ordering::AcqRel) > micros {
-            self.shared.expiry_moved.notify_one();
-        }
-    }
-
-    /// The state for a change, with nobody in it whose time ran out.
-    fn write(&self) -> RwLockWriteGuard<'_, State> {
-        let mut state = self.shared.state.write();
-        self.sweep(&mut state);
-        state
-    }
-
-    fn sweep_if_due(&self) {
-        let due = self.shared.next_expiry.load(Ordering::Acquire);
-        if self.shared.origin.elapsed().as_micros() >= u128::from(due) {
-            drop(self.write());
-        }
-    }
-
-    fn sweep(&self, state: &mut State) {
-        let now = Instant::now();
-        let due = self.shared.next_expiry.load(Ordering::Acquire);
-        if now.duration_since(self.shared.origin).as_micros() < u128::from(due) {
-            return;
-        }
-        let micros = state.expire(now).map_or(u64::MAX, |next| self.micros_until(next));
-        // Heartbeats, which may move it too, are shut out by the state's lock.
-        self.shared.next_expiry.store(micros, Ordering::Release);
-        self.publish(state);
-    }
-
-    fn publish(&self, state: &State) {
-        let revision = state.history.revision();
-        self.shared.revision.send_if_modified(|published| std::mem::replace(published, revision) != revision);
-    }
-}
-
-/// What a registration makes of an engine that is known, or new.
-///
-/// # Errors
-/// It is another credential's, or another engine that lives has the id.
-fn compose(
-    registration: Registration,
-    checked: Checked,
-    known: Option<&EngineRecord>,
-    state: &State,
-) -> Result<EngineRecord, RegistryError> {
-    let Registration {
-        engine_id,
-        role,
-        model,
-        dp_rank,
-        vllm_version,
-        traits,
-        state: engine_state,
-        writer,
-        ..
-    } = registration;
-    let Checked { base_url, ttl, ranks } = checked;
-    let known_ranks = known.map(|known| known.ranks.clone()).unwrap_or_default();
-    let mut record = EngineRecord {
-        engine_id,
-        base_url,
-        role,
-        model,
-        dp_rank,
-        vllm_version,
-        traits,
-        state: engine_state,
-        generation: 0,
-        revision: 0,
-        registered_at: unix_seconds(),
-        ttl,
-        ranks: ranks.unwrap_or(known_ranks),
-        owner: None,
-        pulse: Arc::default(),
-    };
-    writer.claim(&mut record, state)?;
-    if known.is_some_and(|known| known.lives_elsewhere(&record)) {
-        return Err(RegistryError::EngineIdTaken { engine_id: record.engine_id });
-    }
-    continue_life(&mut record, known, state);
-    Ok(record)
-}
-
-/// An engine of which no more than an id is known.
-fn unnamed(engine_id: &str) -> EngineRecord {
-    EngineRecord {
-        engine_id: engine_id.to_owned(),
-        base_url: None,
-        role: None,
-        model: None,
-        dp_rank: 0,
-        vllm_version: None,
-        traits: EngineTraits::default(),
-        state: EngineState::Ready,
-        generation: 0,
-        revision: 0,
-        registered_at: unix_seconds(),
-        ttl: None,
-        ranks: BTreeMap::new(),
-        owner: None,
-        pulse: Arc::new(Mutex::new(Pulse::default())),
-    }
-}
-
-/// Decides whether a record goes on with a life or begins one: a payload names memory of one
-/// process, so another payload of the same rank is another process.
-fn continue_life(record: &mut EngineRecord, known: Option<&EngineRecord>, state: &State) {
-    let place: Place = record.place();
-    let same_life = known.filter(|known| {
-        let restarted = |(rank, view): (&Rank, &Arc<RankView>)| {
-            record.ranks.get(rank).is_some_and(|new| new.payload != view.payload)
-        };
-        known.place() == place && !known.ranks.iter().any(restarted)
-    });
-    match same_life {
-        Some(known) => {
-            record.generation = known.generation;
-            record.registered_at = known.registered_at;
-            record.pulse = Arc::clone(&known.pulse);
-        }
-        None => {
-            record.generation = state.next_generation(&place);
-            record.registered_at = unix_seconds();
-            record.pulse = Arc::default();
-        }
-    }
-}
-
-fn receipt(record: &EngineRecord, created: bool, router_clock: f64) -> Receipt {
-    Receipt {
-        created,
-        revision: record.revision,
-        generation: record.generation,
-        ttl: record.ttl,
-        router_clock,
     }
 }
 

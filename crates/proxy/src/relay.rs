@@ -10,11 +10,14 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::Core;
 use crate::answer::{for_client, is_binary, is_type};
+use crate::client;
 use crate::disagg::Exchange;
 use crate::error::{Broken, Progress, ProxyError, Stage, UpstreamFailure};
 use crate::metrics::Outcome;
 use crate::request::{Endpoint, pass_through_body};
+use crate::settings::Settings;
 use crate::stream::{Bounds, Events, Guards, RelayBody};
+use crate::timeline::Step;
 use crate::upstream::{Leg, X_DATA_PARALLEL_RANK, request_headers, response_headers};
 use crate::wire::EngineBody;
 
@@ -23,13 +26,14 @@ impl Core {
     /// at all and without the hand-off; everything else passes as it comes.
     pub(crate) async fn relay(
         &self,
+        settings: &Settings,
         answer: Response<EngineBody>,
         mut guards: Guards,
     ) -> Result<Response<RelayBody>, UpstreamFailure> {
         let (mut head, body) = answer.into_parts();
         response_headers(&mut head.headers);
-        let ends = Instant::now() + self.settings().timeouts.total;
-        let limit = self.settings().limits.answer_bytes;
+        let ends = Instant::now() + settings.timeouts.total;
+        let limit = settings.limits.answer_bytes;
         let is_stream = is_type(&head.headers, b"text/event-stream");
         if is_stream || is_binary(&head.headers) {
             let share = self.held.share();
@@ -40,9 +44,7 @@ impl Core {
         let failure = |broken| UpstreamFailure::new(Stage::Decode, broken, Progress::Answering);
         let whole = timeout_at(ends, self.upstream.collect(Stage::Decode, body, limit)).await;
         let whole = whole.map_err(|_late| failure(Broken::Total))??;
-        if let Some(since) = guards.handed_over {
-            self.metrics.hand_over_took(since.elapsed().as_secs_f64());
-        }
+        guards.began(false);
         guards.engine_served();
         let part = guards.part.take().filter(|_| head.status.is_success());
         if head.status.is_success() {
@@ -76,25 +78,33 @@ impl Core {
         body: Bytes,
     ) -> Result<Response<RelayBody>, ProxyError> {
         exchange.client.check_body(&body)?;
-        let body = pass_through_body(body, self.settings().hand_off.client_injected)?;
-        self.admit(None, exchange).await?;
-        let in_flight = self.pool.choose(Stage::Decode, None, &[], |_| true)?;
+        let settings = self.settings();
+        let whole = body.clone();
+        let body = pass_through_body(body, settings.hand_off.client_injected)?;
+        self.admit(&settings, None, exchange).await?;
+        exchange.account.step(Step::Admitted);
+        self.pool.learn(&self.registry);
+        // Engines of a credential for certain models get no request of which that is not known.
+        let model = if self.pool.has_bound() { client::only_model(&whole) } else { None };
+        let in_flight = self.pool.choose(Stage::Decode, model.as_deref(), &[], |_| true)?;
         let peer = Arc::clone(&in_flight.peer);
         let leg = |body| Leg {
             stage: Stage::Decode,
             peer: &peer,
             method: method.clone(),
             path: path_and_query.as_str(),
-            headers: self.decode_headers(exchange),
+            headers: decode_headers(&settings, exchange),
             body,
         };
-        let head = self.settings().timeouts.decode_head;
+        exchange.account.step_with(&peer, Step::DecodeSent);
+        let head = settings.timeouts.decode_head;
         let sent = match self.upstream.send(leg(body.clone()), head).await {
             Err(failure) if failure.stale => self.upstream.send_anew(leg(body), head).await,
             sent => sent,
         };
         let answer = sent.map_err(|failure| self.engine_failed(&peer, failure))?;
         let status = answer.status().as_u16();
+        exchange.account.step_with(&peer, Step::DecodeHead(status));
         // What else an engine answers on an endpoint that is not known here may be the request's fault.
         if status == 503 {
             peer.blamed();
@@ -109,18 +119,19 @@ impl Core {
             status,
             metrics: Arc::clone(&self.metrics),
             handed_over: None,
+            from: None,
         };
-        self.relay(answer, guards).await.map_err(|failure| self.engine_failed(&peer, failure))
+        self.relay(&settings, answer, guards).await.map_err(|failure| self.engine_failed(&peer, failure))
     }
+}
 
-    /// The client's headers for a decode engine; the peer's own rank, if it has one, is set later.
-    pub(crate) fn decode_headers(&self, exchange: &Exchange) -> HeaderMap {
-        let mut headers = request_headers(&exchange.headers, &exchange.request_id);
-        if self.settings().pairing.client_dp_rank
-            && let Some(rank) = exchange.headers.get(X_DATA_PARALLEL_RANK)
-        {
-            headers.insert(X_DATA_PARALLEL_RANK, rank.clone());
-        }
-        headers
+/// The client's headers for a decode engine; the peer's own rank, if it has one, is set later.
+pub(crate) fn decode_headers(settings: &Settings, exchange: &Exchange) -> HeaderMap {
+    let mut headers = request_headers(&exchange.headers, &exchange.request_id);
+    if settings.pairing.client_dp_rank
+        && let Some(rank) = exchange.headers.get(X_DATA_PARALLEL_RANK)
+    {
+        headers.insert(X_DATA_PARALLEL_RANK, rank.clone());
     }
+    headers
 }

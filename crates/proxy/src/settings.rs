@@ -46,6 +46,22 @@ pub struct Settings {
     pub stream: Streaming,
     /// The NIXL library.
     pub nixl: Nixl,
+    /// What is kept of past requests.
+    pub timeline: Timelines,
+}
+
+/// What is kept of past requests, for operators.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Timelines {
+    /// Of how many requests it is kept what happened to them; zero for none.
+    pub requests: usize,
+}
+
+impl Default for Timelines {
+    fn default() -> Self {
+        Self { requests: 2000 }
+    }
 }
 
 /// How answers are streamed.
@@ -213,6 +229,9 @@ pub struct Probe {
     pub jitter: f64,
     /// The engines' health endpoint.
     pub path: String,
+    /// Pause between two readings of the engines' metrics pages; zero does not read them.
+    #[serde(with = "humantime_serde")]
+    pub metrics_interval: Duration,
 }
 
 impl Default for Probe {
@@ -223,6 +242,7 @@ impl Default for Probe {
             patience: 3,
             jitter: 0.1,
             path: "/health".to_owned(),
+            metrics_interval: Duration::from_secs(5),
         }
     }
 }

@@ -49,7 +49,8 @@ impl Default for SideChannels {
 }
 
 impl SideChannels {
-    fn is_ours(&self, engine: &EngineRecord) -> bool {
+    /// Whether the router itself has registered it, by what it read.
+    pub(crate) fn is_ours(&self, engine: &EngineRecord) -> bool {
         self.ours.lock().get(&engine.engine_id) == Some(&engine.revision)
     }
 

@@ -5,7 +5,7 @@
 mod etcd;
 mod settings;
 
-use std::future::Future;
+use std::pin::Pin;
 
 use bytes::Bytes;
 use serde::Serialize;
@@ -17,38 +17,37 @@ pub use settings::{StoreFault, StoreKind, StoreSettings};
 use crate::Proxy;
 use crate::registry::{Heartbeat, Rank, Receipt, Registered, Registration, Registry, RegistryError, Writer};
 
-/// How engines' changes are made true for every router, on behalf of a writer who may make them. A change that was answered with success
-/// is one that all of them know, or will as soon as they hear of it.
-pub(crate) trait Storage {
+/// What becomes of a change.
+pub(crate) type Changed<'a, T> = Pin<Box<dyn Future<Output = Result<T, RegistryError>> + Send + 'a>>;
+
+/// How engines' changes are made true for every router, on behalf of a writer who may make them. A
+/// change that was answered with success is one that all of them know, or will as soon as they hear of it.
+pub(crate) trait Storage: Send + Sync {
     /// Takes an engine with all its ranks.
-    fn register(
-        &self,
-        registration: Registration,
-    ) -> impl Future<Output = Result<Receipt, RegistryError>> + Send;
+    fn register(&self, registration: Registration) -> Changed<'_, Receipt>;
 
     /// Takes one rank's payload.
-    fn put_rank(
-        &self,
-        writer: &Writer,
-        engine_id: &str,
+    fn put_rank<'a>(
+        &'a self,
+        writer: &'a Writer,
+        engine_id: &'a str,
         rank: Rank,
         payload: Bytes,
-    ) -> impl Future<Output = Result<Registered, RegistryError>> + Send;
+    ) -> Changed<'a, Registered>;
 
     /// Takes a sign of life.
-    fn heartbeat(
-        &self,
-        writer: &Writer,
-        engine_id: &str,
-        heartbeat: &Heartbeat,
-    ) -> impl Future<Output = Result<Receipt, RegistryError>> + Send;
+    fn heartbeat<'a>(
+        &'a self,
+        writer: &'a Writer,
+        engine_id: &'a str,
+        heartbeat: &'a Heartbeat,
+    ) -> Changed<'a, Receipt>;
 
     /// Lets an engine leave; whether it was there.
-    fn remove(
-        &self,
-        writer: &Writer,
-        engine_id: &str,
-    ) -> impl Future<Output = Result<bool, RegistryError>> + Send;
+    fn remove<'a>(&'a self, writer: &'a Writer, engine_id: &'a str) -> Changed<'a, bool>;
+
+    /// Shares what operators decide at this router and takes over what they decide at others.
+    fn share_decisions(&self, proxy: &Proxy, tasks: &TaskTracker, stop: &CancellationToken);
 
     /// How the store is.
     fn view(&self) -> StoreView;
@@ -73,132 +72,64 @@ pub(crate) struct Memory {
 }
 
 impl Storage for Memory {
-    async fn register(&self, registration: Registration) -> Result<Receipt, RegistryError> {
-        self.registry.register(registration)
+    fn register(&self, registration: Registration) -> Changed<'_, Receipt> {
+        Box::pin(async move { self.registry.register(registration) })
     }
 
-    async fn put_rank(
-        &self,
-        writer: &Writer,
-        engine_id: &str,
+    fn put_rank<'a>(
+        &'a self,
+        writer: &'a Writer,
+        engine_id: &'a str,
         rank: Rank,
         payload: Bytes,
-    ) -> Result<Registered, RegistryError> {
-        self.registry.put_as(writer, engine_id, rank, payload)
+    ) -> Changed<'a, Registered> {
+        Box::pin(async move { self.registry.put_as(writer, engine_id, rank, payload) })
     }
 
-    async fn heartbeat(
-        &self,
-        writer: &Writer,
-        engine_id: &str,
-        heartbeat: &Heartbeat,
-    ) -> Result<Receipt, RegistryError> {
-        self.registry.check_writer(writer, engine_id)?;
-        self.registry.heartbeat(engine_id, heartbeat)
+    fn heartbeat<'a>(
+        &'a self,
+        writer: &'a Writer,
+        engine_id: &'a str,
+        heartbeat: &'a Heartbeat,
+    ) -> Changed<'a, Receipt> {
+        Box::pin(async move {
+            self.registry.check_writer(writer, engine_id)?;
+            self.registry.heartbeat(engine_id, heartbeat)
+        })
     }
 
-    async fn remove(&self, writer: &Writer, engine_id: &str) -> Result<bool, RegistryError> {
-        self.registry.check_writer(writer, engine_id)?;
-        Ok(self.registry.remove(engine_id))
+    fn remove<'a>(&'a self, writer: &'a Writer, engine_id: &'a str) -> Changed<'a, bool> {
+        Box::pin(async move {
+            self.registry.check_writer(writer, engine_id)?;
+            Ok(self.registry.remove(engine_id))
+        })
     }
+
+    /// There is nobody to share them with.
+    fn share_decisions(&self, _proxy: &Proxy, _tasks: &TaskTracker, _stop: &CancellationToken) {}
 
     fn view(&self) -> StoreView {
         StoreView { kind: StoreKind::Memory, up: true, age_seconds: Some(0.0) }
     }
 }
 
-/// The store that the settings ask for.
-pub(crate) enum Store {
-    Memory(Memory),
-    #[cfg(feature = "etcd")]
-    Etcd(std::sync::Arc<etcd::Etcd>),
-}
-
-impl Store {
-    /// Starts to keep `registry`. Its tasks run in `tasks` and end with `stop`.
-    pub(crate) fn start(
-        settings: &StoreSettings,
-        registry: Registry,
-        tasks: &TaskTracker,
-        stop: &CancellationToken,
-    ) -> Self {
-        match settings.kind {
-            StoreKind::Memory => Self::Memory(Memory { registry }),
-            #[cfg(feature = "etcd")]
-            StoreKind::Etcd => Self::Etcd(etcd::Etcd::start(settings.clone(), registry, tasks, stop)),
-            #[cfg(not(feature = "etcd"))]
-            StoreKind::Etcd => {
-                let _unused = (tasks, stop);
-                tracing::error!("built without etcd: nothing is shared with other routers");
-                Self::Memory(Memory { registry })
-            }
-        }
-    }
-}
-
-impl Store {
-    /// Shares what operators decide at this router and takes over what they decide at others.
-    #[cfg_attr(not(feature = "etcd"), expect(unused_variables, reason = "memory shares nothing"))]
-    pub(crate) fn share_decisions(&self, proxy: &Proxy, tasks: &TaskTracker, stop: &CancellationToken) {
-        match self {
-            Self::Memory(_) => {}
-            #[cfg(feature = "etcd")]
-            Self::Etcd(etcd) => {
-                tasks.spawn(std::sync::Arc::clone(etcd).share_decisions(proxy.clone(), stop.clone()));
-            }
-        }
-    }
-}
-
-impl Storage for Store {
-    async fn register(&self, registration: Registration) -> Result<Receipt, RegistryError> {
-        match self {
-            Self::Memory(memory) => memory.register(registration).await,
-            #[cfg(feature = "etcd")]
-            Self::Etcd(etcd) => etcd.register(registration).await,
-        }
-    }
-
-    async fn put_rank(
-        &self,
-        writer: &Writer,
-        engine_id: &str,
-        rank: Rank,
-        payload: Bytes,
-    ) -> Result<Registered, RegistryError> {
-        match self {
-            Self::Memory(memory) => memory.put_rank(writer, engine_id, rank, payload).await,
-            #[cfg(feature = "etcd")]
-            Self::Etcd(etcd) => etcd.put_rank(writer, engine_id, rank, payload).await,
-        }
-    }
-
-    async fn heartbeat(
-        &self,
-        writer: &Writer,
-        engine_id: &str,
-        heartbeat: &Heartbeat,
-    ) -> Result<Receipt, RegistryError> {
-        match self {
-            Self::Memory(memory) => memory.heartbeat(writer, engine_id, heartbeat).await,
-            #[cfg(feature = "etcd")]
-            Self::Etcd(etcd) => etcd.heartbeat(writer, engine_id, heartbeat).await,
-        }
-    }
-
-    async fn remove(&self, writer: &Writer, engine_id: &str) -> Result<bool, RegistryError> {
-        match self {
-            Self::Memory(memory) => memory.remove(writer, engine_id).await,
-            #[cfg(feature = "etcd")]
-            Self::Etcd(etcd) => etcd.remove(writer, engine_id).await,
-        }
-    }
-
-    fn view(&self) -> StoreView {
-        match self {
-            Self::Memory(memory) => memory.view(),
-            #[cfg(feature = "etcd")]
-            Self::Etcd(etcd) => etcd.view(),
+/// Starts to keep `registry` in the store that the settings ask for. Its tasks run in `tasks` and end
+/// with `stop`.
+pub(crate) fn start(
+    settings: &StoreSettings,
+    registry: Registry,
+    tasks: &TaskTracker,
+    stop: &CancellationToken,
+) -> Box<dyn Storage> {
+    match settings.kind {
+        StoreKind::Memory => Box::new(Memory { registry }),
+        #[cfg(feature = "etcd")]
+        StoreKind::Etcd => Box::new(etcd::Etcd::start(settings.clone(), registry, tasks, stop)),
+        #[cfg(not(feature = "etcd"))]
+        StoreKind::Etcd => {
+            let _unused = (tasks, stop);
+            tracing::error!("built without etcd: nothing is shared with other routers");
+            Box::new(Memory { registry })
         }
     }
 }

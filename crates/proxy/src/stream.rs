@@ -22,6 +22,7 @@ use crate::pool::peer::InFlight;
 use crate::request::Endpoint;
 use crate::request_id::RequestId;
 use crate::splice::{PromptPart, Spliced};
+use crate::timeline::Step;
 use crate::upstream::body_broken;
 use crate::wire::EngineBody;
 
@@ -55,9 +56,23 @@ pub(crate) struct Guards {
     pub(crate) metrics: Arc<Metrics>,
     /// When the prefill answer came, until the first byte of this one.
     pub(crate) handed_over: Option<Instant>,
+    /// The prefill peer that handed off.
+    pub(crate) from: Option<Arc<str>>,
 }
 
 impl Guards {
+    /// The first bytes of a stream, or all of another answer, have come from the engine.
+    pub(crate) fn began(&mut self, streams: bool) {
+        self.account.step_with(&self.in_flight.peer, Step::FirstByte);
+        let Some(since) = self.handed_over.take() else { return };
+        let took = since.elapsed();
+        self.metrics.hand_over_took(took.as_secs_f64());
+        if let Some(from) = &self.from {
+            // A whole answer has the time in it that its tokens took.
+            self.in_flight.peer.traffic.record(from, streams.then_some(took));
+        }
+    }
+
     /// The answer is whole as far as the client is concerned.
     fn served(&mut self) {
         self.was_read();
@@ -111,6 +126,10 @@ struct Live {
     body: EngineBody,
     guards: Guards,
     events: Option<Events>,
+    /// Its first bytes have come.
+    begun: bool,
+    /// It has shown a token.
+    shown: bool,
     /// The engine said so itself.
     failed: bool,
     idle: Duration,
@@ -133,7 +152,9 @@ impl RelayBody {
         let Bounds { idle, ends, cut } = bounds;
         let silence = Box::pin(tokio::time::sleep_until(ends.min(Instant::now() + idle)));
         let cut = Box::pin(cut.cancelled_owned());
-        Self(Kind::Live(Box::new(Live { body, guards, events, failed: false, idle, ends, silence, cut })))
+        let (begun, shown, failed) = (false, false, false);
+        let live = Live { body, guards, events, begun, shown, failed, idle, ends, silence, cut };
+        Self(Kind::Live(Box::new(live)))
     }
 }
 
@@ -220,8 +241,8 @@ impl Live {
             return Err(Last::Broken(Broken::Total));
         }
         self.silence.as_mut().reset(self.ends.min(now + self.idle));
-        if let Some(since) = self.guards.handed_over.take() {
-            self.guards.metrics.hand_over_took(since.elapsed().as_secs_f64());
+        if !std::mem::replace(&mut self.begun, true) {
+            self.guards.began(true);
         }
         let data = match &mut self.events {
             None => data,
@@ -229,7 +250,12 @@ impl Live {
                 let (data, sight) = events.take(data).map_err(Last::Broken)?;
                 match sight {
                     Sight::Nothing => {}
-                    Sight::Token => self.guards.was_read(),
+                    Sight::Token => {
+                        if !std::mem::replace(&mut self.shown, true) {
+                            self.guards.account.step(Step::FirstToken);
+                        }
+                        self.guards.was_read();
+                    }
                     // Under 200 this is how an engine says that it could not load the blocks.
                     Sight::Failure => {
                         self.failed = true;
@@ -297,6 +323,8 @@ impl Live {
         let failure = UpstreamFailure::new(Stage::Decode, broken, Progress::Answering);
         self.guards.metrics.upstream_failed(failure);
         self.guards.metrics.stream_broken();
+        let peer = &self.guards.in_flight.peer;
+        self.guards.account.step_with(peer, Step::DecodeFailed(broken.label()));
         if broken.blames_the_engine() {
             self.guards.in_flight.peer.failed(broken.label(), false);
             self.guards.in_flight.peer.blamed();

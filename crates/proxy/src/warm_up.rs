@@ -10,14 +10,15 @@ use http::{Method, StatusCode};
 use tokio::sync::Semaphore;
 
 use crate::Core;
+use crate::disagg::Order;
 use crate::error::{HandOffRefusal, Stage, UpstreamFailure};
-use crate::handoff;
+use crate::handoff::Refused;
 use crate::lease::Lease;
 use crate::pool::peer::{Peer, Role};
 use crate::prefill::PrefillLeg;
 use crate::request::{BadRequest, ClientRequest, Endpoint, InjectedHandOff};
 use crate::request_id::RequestId;
-use crate::upstream::{Leg, own_headers, route};
+use crate::upstream::{Leg, own_headers};
 
 /// Longest wait for the decode engine; a first handshake has been seen to take half a minute.
 const LONGEST: Duration = Duration::from_secs(60);
@@ -148,25 +149,25 @@ fn common_model(prefill: &Peer, decode: &Peer) -> Option<String> {
 
 async fn exercise(core: &Arc<Core>, prefill: &Arc<Peer>, decode: &Arc<Peer>) -> Result<(), NotWarm> {
     let Some(model) = common_model(prefill, decode) else { return Ok(()) };
-    let request = request(&model)?;
+    let order = Order { request: request(&model)?, settings: core.settings() };
     let id = RequestId::accept(None);
-    let mut leg = PrefillLeg::start(core, prefill.enter(), &request, &id, own_headers(&id), true);
+    let mut leg = PrefillLeg::start(core, prefill.enter(), &order, &id, own_headers(&id), true);
     let (head, answer) = leg.answer().await?;
     if !head.status().is_success() {
         return Err(NotWarm::Status { stage: Stage::Prefill, status: head.status() });
     }
-    let route = route(&head);
-    let accepted = handoff::accept(&request, &answer, prefill, route.same_host, core.tokens_per_block());
-    let hand_off = accepted.map_err(|refused| refused.refusal)?;
-    if let Some(foreign) = core.foreign_address(prefill, &hand_off, route) {
-        return Err(foreign.into());
-    }
-    let hand_off = hand_off.by_way_of(core.settings().hand_off.registry_address.as_ref())?;
+    let hand_off = match core.granted_by(prefill, &order, &head, &answer) {
+        Ok(hand_off) => hand_off,
+        Err(Refused { refusal, unused }) => {
+            drop(unused.map(|unused| Lease::open(core, *unused, prefill, &order, &id)));
+            return Err(refusal.into());
+        }
+    };
     core.side_channel_named(prefill, &hand_off);
     if prefill.saw_engine(&hand_off.engine_id) | prefill.saw_tp_size(hand_off.channel.tp_size) {
         core.pool.relearn();
     }
-    let mut lease = Lease::open(core, hand_off, prefill, &request, &id);
+    let mut lease = Lease::open(core, hand_off, prefill, &order, &id);
     let _in_flight = decode.enter();
     let leg = Leg {
         stage: Stage::Decode,
@@ -174,12 +175,12 @@ async fn exercise(core: &Arc<Core>, prefill: &Arc<Peer>, decode: &Arc<Peer>) -> 
         method: Method::POST,
         path: Endpoint::Completions.path(),
         headers: own_headers(&id),
-        body: request.decode_body(lease.raw_for(decode)),
+        body: order.request.decode_body(lease.raw_for(decode)),
     };
     lease.dispatched(decode);
-    let answer = core.upstream.send(leg, core.settings().timeouts.decode_head.min(LONGEST)).await?;
+    let answer = core.upstream.send(leg, order.settings.timeouts.decode_head.min(LONGEST)).await?;
     let status = answer.status();
-    core.upstream.collect(Stage::Decode, answer.into_body(), core.settings().limits.answer_bytes).await?;
+    core.upstream.collect(Stage::Decode, answer.into_body(), order.settings.limits.answer_bytes).await?;
     if !status.is_success() {
         return Err(NotWarm::Status { stage: Stage::Decode, status });
     }

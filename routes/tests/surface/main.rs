@@ -3,6 +3,7 @@
 
 mod contract;
 mod credentials;
+mod dashboard;
 mod operators;
 mod pages;
 mod registry;

@@ -140,6 +140,12 @@ impl Routers {
 }
 
 async fn launch(listener: TcpListener, etcd: SocketAddr, engines: Engines) -> Running {
+    let config = config_of(&listener, format!("http://{etcd}"), engines);
+    config.build_on(listener).await.unwrap().spawn().await.unwrap()
+}
+
+/// The settings of a router on an etcd.
+pub(super) fn config_of(listener: &TcpListener, etcd: String, engines: Engines) -> Config {
     let mut config = Config { listen: listener.local_addr().unwrap(), ..Config::default() };
     config.fleet.embedded = Embedded::Never;
     config.probe.interval = Duration::from_millis(100);
@@ -148,10 +154,10 @@ async fn launch(listener: TcpListener, etcd: SocketAddr, engines: Engines) -> Ru
     // Engines are used because the registry knows them, or not at all.
     config.pairing.unknown = UnknownPairs::Deny;
     config.store.kind = StoreKind::Etcd;
-    config.store.endpoints = vec![format!("http://{etcd}")];
+    config.store.endpoints = vec![etcd];
     config.store.timeout = Duration::from_secs(10);
     config.pairing.adopt_registered = engines == Engines::Used;
-    config.build_on(listener).await.unwrap().spawn().await.unwrap()
+    config
 }
 
 /// Starts a prefill and a decode engine that register at `registry`.

@@ -11,7 +11,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::{Answer, http_client, listen};
+use super::{Answer, Identity, http_client, listen};
 
 /// An etcd of one member; gone with the value.
 pub(crate) struct Etcd {
@@ -19,18 +19,35 @@ pub(crate) struct Etcd {
     directory: PathBuf,
     client: SocketAddr,
     peer: SocketAddr,
+    /// Where it tells whether it is well, always in plain.
+    health: SocketAddr,
+    tls: Option<EtcdTls>,
+}
+
+/// TLS towards etcd's clients.
+#[derive(Clone)]
+pub(crate) struct EtcdTls {
+    pub(crate) server: Identity,
+    /// The authority whose certificates clients must show, where they must.
+    pub(crate) client_ca: Option<PathBuf>,
 }
 
 impl Etcd {
     /// `None` when there is none on this machine, unless one is required.
     pub(crate) async fn start() -> Option<Self> {
+        Self::start_with(None).await
+    }
+
+    /// As [`Etcd::start`] with TLS towards its clients.
+    pub(crate) async fn start_with(tls: Option<EtcdTls>) -> Option<Self> {
         let is_required = std::env::var("KVBATON_REQUIRE_ETCD").is_ok_and(|value| value == "1");
         if !is_required && Command::new("etcd").arg("--version").stdout(Stdio::null()).status().is_err() {
             return None;
         }
-        let (client, peer) = (free_address().await, free_address().await);
+        let (client, peer, health) = (free_address().await, free_address().await, free_address().await);
         let name = format!("kvbaton-etcd-{}-{}", std::process::id(), client.port());
-        let mut etcd = Self { process: None, directory: std::env::temp_dir().join(name), client, peer };
+        let mut etcd =
+            Self { process: None, directory: std::env::temp_dir().join(name), client, peer, health, tls };
         etcd.launch().await;
         Some(etcd)
     }
@@ -42,12 +59,21 @@ impl Etcd {
     /// Starts it, with what it knew before.
     pub(crate) async fn launch(&mut self) {
         let url = |address: SocketAddr| format!("http://{address}");
-        let (client, peer) = (url(self.client), url(self.peer));
-        let process = Command::new("etcd")
+        let (client, peer, health) = (url(self.client), url(self.peer), url(self.health));
+        let client = if self.tls.is_some() { client.replace("http:", "https:") } else { client };
+        let mut command = Command::new("etcd");
+        if let Some(tls) = &self.tls {
+            command.arg("--cert-file").arg(&tls.server.cert).arg("--key-file").arg(&tls.server.key);
+            if let Some(client_ca) = &tls.client_ca {
+                command.arg("--client-cert-auth").arg("--trusted-ca-file").arg(client_ca);
+            }
+        }
+        let process = command
             .args(["--name", "e", "--logger", "zap", "--log-level", "error"])
             .arg("--data-dir")
             .arg(&self.directory)
             .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
+            .args(["--listen-metrics-urls", &health])
             .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
             .args(["--initial-cluster", &format!("e={peer}")])
             .stdout(Stdio::null())
@@ -56,7 +82,7 @@ impl Etcd {
             .expect("etcd starts (Debian: etcd-server)");
         self.process = Some(process);
         let end = Instant::now() + Duration::from_secs(60);
-        let url = format!("{client}/health");
+        let url = format!("{health}/health");
         loop {
             let answer = http_client().get(&url).send().await;
             if answer.is_ok_and(|answer| answer.status().is_success()) {

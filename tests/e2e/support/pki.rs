@@ -169,14 +169,27 @@ impl TlsWire {
     }
 
     /// Sends a request and reads to the end of the connection: status and everything that came.
-    pub(crate) async fn ask(mut self, head: &str, body: &str) -> std::io::Result<(u16, String)> {
+    pub(crate) async fn ask(self, head: &str, body: &str) -> std::io::Result<(u16, String)> {
+        self.exchange(head, body, false).await
+    }
+
+    /// As [`TlsWire::ask`] of a server that ends connections without a word of TLS.
+    #[cfg(feature = "etcd")]
+    pub(crate) async fn ask_abrupt(self, head: &str, body: &str) -> std::io::Result<(u16, String)> {
+        self.exchange(head, body, true).await
+    }
+
+    async fn exchange(mut self, head: &str, body: &str, abrupt: bool) -> std::io::Result<(u16, String)> {
         let length = body.len();
         let request = format!(
             "{head} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n{body}"
         );
         self.stream.write_all(request.as_bytes()).await?;
         let mut answer = Vec::new();
-        bounded("an answer over TLS ends", self.stream.read_to_end(&mut answer)).await?;
+        match bounded("an answer over TLS ends", self.stream.read_to_end(&mut answer)).await {
+            Err(error) if abrupt && error.kind() == std::io::ErrorKind::UnexpectedEof => {}
+            ended => drop(ended?),
+        }
         let answer = String::from_utf8(answer).unwrap();
         let status = answer.split(' ').nth(1).ok_or(std::io::ErrorKind::UnexpectedEof)?;
         Ok((status.parse().unwrap(), answer))

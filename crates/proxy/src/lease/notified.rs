@@ -19,7 +19,7 @@ impl Hold {
             return false;
         }
         // The other ways need their time too.
-        let deadline = self.core.settings().timeouts.release / 2;
+        let deadline = self.order.settings.timeouts.release / 2;
         match tokio::time::timeout(deadline, self.tell()).await.unwrap_or(Err(NotNotified::Timeout)) {
             Ok(()) => true,
             Err(error) => {
@@ -54,8 +54,8 @@ impl Hold {
             headers: own_headers(&RequestId::accept(None)),
             body: self.nudge_body(),
         };
-        let response = self.core.upstream.send(leg, self.core.settings().timeouts.release).await?;
-        let limit = self.core.settings().limits.answer_bytes;
+        let response = self.core.upstream.send(leg, self.order.settings.timeouts.release).await?;
+        let limit = self.order.settings.limits.answer_bytes;
         let _answer: Bytes = self.core.upstream.collect(Stage::Prefill, response.into_body(), limit).await?;
         Ok(())
     }

@@ -1,11 +1,15 @@
 //! The one task that owns the router's NIXL agent and takes its jobs one after the other.
 //! The agent's calls run on a thread for blocking work; jobs that wait are bounded by their queue.
 
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::agent::Agent;
+use super::view::AgentState;
 use super::{Job, NotNotified, gate};
 use crate::registry::Registry;
 use crate::settings::Nixl;
@@ -23,6 +27,8 @@ struct Owner {
     settings: Nixl,
     registry: Registry,
     tasks: TaskTracker,
+    /// What became of the agent, for whoever looks.
+    known: Arc<Mutex<AgentState>>,
     seat: Seat,
 }
 
@@ -31,11 +37,12 @@ pub(super) async fn run(
     settings: Nixl,
     registry: Registry,
     tasks: TaskTracker,
+    known: Arc<Mutex<AgentState>>,
     mut jobs: mpsc::Receiver<Job>,
     stop: CancellationToken,
 ) {
     let mut revision = registry.subscribe();
-    let mut owner = Owner { settings, registry, tasks, seat: Seat::Empty };
+    let mut owner = Owner { settings, registry, tasks, known, seat: Seat::Empty };
     loop {
         let has_agent = matches!(owner.seat, Seat::Taken(_));
         tokio::select! {
@@ -96,12 +103,16 @@ impl Owner {
         let settings = self.settings.clone();
         let started = self.tasks.spawn_blocking(move || Agent::start(&settings)).await;
         self.seat = match started {
-            Ok(Ok(agent)) => Seat::Taken(Box::new(agent)),
+            Ok(Ok(agent)) => {
+                *self.known.lock() = AgentState::Ready(agent.version());
+                Seat::Taken(Box::new(agent))
+            }
             Ok(Err(error)) => {
                 tracing::warn!(%error, "prefill engines cannot be notified: their unread blocks are freed in other ways");
+                *self.known.lock() = AgentState::Missing(error.to_string());
                 Seat::Barred
             }
-            Err(_) => panicked(),
+            Err(_) => self.panicked(),
         };
     }
 
@@ -120,14 +131,16 @@ impl Owner {
                 Some(result)
             }
             Err(_) => {
-                self.seat = panicked();
+                self.seat = self.panicked();
                 None
             }
         }
     }
-}
 
-fn panicked() -> Seat {
-    tracing::error!("the NIXL agent ended abnormally; prefill engines are not notified any more");
-    Seat::Barred
+    fn panicked(&self) -> Seat {
+        let why = "the NIXL agent ended abnormally";
+        tracing::error!("{why}; prefill engines are not notified any more");
+        *self.known.lock() = AgentState::Missing(why.to_owned());
+        Seat::Barred
+    }
 }

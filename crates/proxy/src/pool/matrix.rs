@@ -1,6 +1,8 @@
 //! The verdict on every pair of peers, made when the fleet changes so that a choice only looks it
 //! up. A pair of which nothing has changed keeps its verdict.
 
+mod compact;
+
 use std::collections::HashMap;
 use std::sync::Arc;
 

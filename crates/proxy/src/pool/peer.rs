@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, ArcSwapOption};
 use http::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use http::uri::{Authority, Scheme, Uri};
 use kv_connector::protocol::params::Generation;
@@ -16,9 +16,12 @@ use tokio::time::Instant;
 
 use super::breaker::{BreakerSettings, Ticket};
 use super::health::{Health, HealthView};
+use super::load::{EngineLoad, EngineLoadView};
 use super::pairing::Identity;
 pub use super::spec::{Authorization, PeerSpec, PeerSpecError, Role, is_host};
 use super::standing::{Restarts, Standing};
+use super::traffic::Traffic;
+use crate::notify::{Notifier, NotifyView};
 use crate::registry::{EngineState, canonical_base_url};
 use crate::request::Endpoint;
 use crate::side_channel::channels::{Channels, SideChannelView};
@@ -89,6 +92,8 @@ impl PeerFault {
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) id: String,
+    /// The id, for whoever keeps it.
+    pub(crate) name: Arc<str>,
     pub(crate) spec: PeerSpec,
     wire_place: Place,
     authority: Authority,
@@ -110,6 +115,12 @@ pub(crate) struct Peer {
     pub(crate) identity: ArcSwap<Identity>,
     /// Its side channels as the router reads them.
     pub(crate) channels: Channels,
+    /// What its metrics page said last.
+    pub(crate) load: ArcSwapOption<EngineLoad>,
+    /// What this decode peer was handed off of late.
+    pub(crate) traffic: Traffic,
+    /// Failures that requests met.
+    errors: AtomicU64,
 }
 
 impl Peer {
@@ -139,6 +150,7 @@ impl Peer {
         let observed = Observed { generation: spec.generation, ..Observed::default() };
         let channels = Channels::of(&spec);
         Ok(Self {
+            name: id.as_str().into(),
             id,
             address: canonical_base_url(&spec.url),
             spec,
@@ -156,6 +168,9 @@ impl Peer {
             observed: RwLock::new(observed),
             identity: ArcSwap::default(),
             channels,
+            load: ArcSwapOption::empty(),
+            traffic: Traffic::default(),
+            errors: AtomicU64::new(0),
         })
     }
 
@@ -251,6 +266,19 @@ impl Peer {
         self.observed.read().models.iter().any(|served| served.id == model)
     }
 
+    /// Whether its engines may have requests of a model, by the credential with which they registered. Who
+    /// came by registration serves nothing else; a peer that the settings or an operator named is their word.
+    pub(crate) fn may_have(&self, model: Option<&str>) -> bool {
+        let identity = self.identity.load();
+        let allow = || identity.engines.iter().all(|engine| engine.bound.covers(model));
+        !self.standing.is_adopted() || (!identity.engines.is_empty() && allow())
+    }
+
+    /// Whether its engines may have requests of some models only.
+    pub(crate) fn is_bound(&self) -> bool {
+        !self.may_have(None)
+    }
+
     pub(crate) fn in_flight(&self) -> usize {
         self.in_flight.load(Ordering::SeqCst)
     }
@@ -300,6 +328,7 @@ impl Peer {
     /// Records a failure that a request met; a lost connection makes the peer unreachable until
     /// its next good probe.
     pub(crate) fn failed(&self, kind: &str, unreachable: bool) {
+        self.errors.fetch_add(1, Ordering::Relaxed);
         let mut observed = self.observed.write();
         observed.last_error = Some(PeerFault::now(kind));
         if unreachable {
@@ -307,6 +336,11 @@ impl Peer {
             drop(observed);
             self.forget_met();
         }
+    }
+
+    /// How many failures requests met with it.
+    pub(crate) fn errors(&self) -> u64 {
+        self.errors.load(Ordering::Relaxed)
     }
 
     /// The engine may have restarted: it knows nobody any more.
@@ -328,11 +362,13 @@ impl Peer {
         Some(InFlight { peer: Arc::clone(self), ticket: Some(ticket) })
     }
 
-    pub(crate) fn view(&self) -> PeerView {
+    pub(crate) fn view(&self, notifier: &Notifier) -> PeerView {
         let generation = self.generation();
         let observed = self.observed.read();
         let mut engine_ids = self.identity.load().engine_ids();
         engine_ids.extend(observed.engine_ids.iter().cloned());
+        let engines = &self.identity.load().engines;
+        let notify = notifier.view(self.spec.notify, self.spec.nixl_version.as_deref(), engines);
         PeerView {
             id: self.id.clone(),
             role: self.spec.role,
@@ -355,6 +391,9 @@ impl Peer {
             authorization: self.spec.authorization,
             last_error: observed.last_error.clone(),
             side_channels: self.channels.views(),
+            errors: self.errors(),
+            load: self.load.load().as_ref().map(|load| load.view()),
+            notify,
         }
     }
 }
@@ -422,4 +461,10 @@ pub struct PeerView {
     pub last_error: Option<PeerFault>,
     /// Its ZMQ side channels as the router reads them.
     pub side_channels: Vec<SideChannelView>,
+    /// Failures that requests met with it.
+    pub errors: u64,
+    /// How busy the engine says that it is, if its metrics page is read.
+    pub load: Option<EngineLoadView>,
+    /// Whether it is told over NIXL of hand-offs that will not be read.
+    pub notify: NotifyView,
 }

@@ -218,7 +218,11 @@ pub(crate) async fn version(
     Ok(status.is_success().then(told).flatten())
 }
 
-async fn get(
+/// An engine's answer to one question.
+///
+/// # Errors
+/// It does not answer.
+pub(super) async fn get(
     peer: &Arc<Peer>,
     upstream: &Upstream,
     path: &str,

@@ -57,11 +57,18 @@ impl Writer {
     /// It is; nothing has changed then.
     pub(super) fn claim(&self, record: &mut EngineRecord, state: &State) -> Result<(), RegistryError> {
         let known = state.engines.get(&record.engine_id);
+        // Those of other data-parallel ranks too: they are one peer, and decide about it together.
         let there = record.base_url.as_deref().into_iter().flat_map(|base_url| state.at(base_url));
-        for engine in known.into_iter().chain(there.filter(|engine| engine.dp_rank == record.dp_rank)) {
+        for engine in known.into_iter().chain(there) {
             self.may_change(engine)?;
         }
         record.owner = known.and_then(|known| known.owner.clone());
+        record.bound = match self {
+            Self::Engine { models, .. } => models.clone(),
+            Self::Trusted | Self::Observer | Self::Operator(_) => {
+                known.map(|known| known.bound.clone()).unwrap_or_default()
+            }
+        };
         self.may_change(record)?;
         if record.owner.is_none() {
             record.owner = match self {
@@ -214,6 +221,36 @@ mod tests {
         assert_eq!(sights(&bound("b", "x")), [Sight::Hidden, Sight::Shown, Sight::Shown]);
         assert_eq!(sights(&bound("a", "z")), [Sight::Shown; 3]);
         assert_eq!(sights(&Writer::Operator("ops".into())), [Sight::Shown; 3]);
+    }
+
+    #[tokio::test]
+    async fn nobody_else_joins_an_address_at_another_data_parallel_rank() {
+        let registry = Registry::new(RegistryLimits::default());
+        let at = |writer, id: &str, dp_rank| Registration {
+            dp_rank,
+            ..registration(writer, id, Some("http://h:1"))
+        };
+        registry.register(at(engine("a"), "e0", 0)).unwrap();
+        assert_eq!(registry.register(at(engine("b"), "e1", 1)), Err(not_owner("e0")));
+        registry.register(at(engine("a"), "e1", 1)).unwrap();
+        assert_eq!(registry.engines_at("http://h:1").len(), 2);
+    }
+
+    #[tokio::test]
+    async fn an_engine_stays_bound_to_its_credentials_models_whoever_changes_it() {
+        let registry = Registry::new(RegistryLimits::default());
+        let bound_of = |id: &str| registry.engine(id).unwrap().bound.clone();
+        let m = ModelScope::of(&["m".to_owned()]);
+        // An engine that names no model is bound all the same.
+        let silent = Registration { model: None, ..registration(bound("a", "m"), "e", None) };
+        registry.register(silent.clone()).unwrap();
+        assert_eq!(bound_of("e"), m);
+        registry.register(Registration { writer: Writer::Operator("ops".into()), ..silent }).unwrap();
+        assert_eq!(bound_of("e"), m);
+        registry.register(registration(engine("a"), "e", None)).unwrap();
+        assert_eq!(bound_of("e"), ModelScope::All, "the credential was given all models");
+        registry.register(registration(Writer::Observer, "read", None)).unwrap();
+        assert_eq!(bound_of("read"), ModelScope::All);
     }
 
     #[tokio::test]

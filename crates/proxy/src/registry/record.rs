@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use super::clock::{ClockReading, ClockTrack};
+use crate::client::ModelScope;
 
 /// A rank as (pipeline, tensor-parallel).
 pub type Rank = (u32, u32);
@@ -101,6 +102,8 @@ pub struct EngineRecord {
     pub ranks: BTreeMap<Rank, Arc<RankView>>,
     /// The credential that alone may change it; `None` until one has registered it.
     pub owner: Option<Arc<str>>,
+    /// The models that its credential is for: it gets no request of another one.
+    pub bound: ModelScope,
     pub(crate) pulse: Arc<Mutex<Pulse>>,
 }
 
@@ -172,6 +175,7 @@ impl EngineRecord {
             && self.generation == other.generation
             && self.ttl == other.ttl
             && self.owner == other.owner
+            && self.bound == other.bound
     }
 
     fn about(&self) -> AboutEngine {

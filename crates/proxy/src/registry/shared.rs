@@ -11,11 +11,12 @@ use tokio::time::Instant;
 use super::change::ChangeKind;
 use super::clock::{ClockReading, SharedReading};
 use super::error::RegistryError;
+use super::life::{compose, continue_life, receipt, unnamed};
 use super::ownership::Writer;
 use super::record::{EngineRecord, Rank, RankView};
 use super::registration::{Heartbeat, Registration, check_payload};
 use super::state::State;
-use super::{Receipt, Registered, Registry, compose, continue_life, receipt, unnamed};
+use super::{Receipt, Registered, Registry};
 
 /// Departures of one store revision that keep numbers of their own; the engine that came in the same
 /// revision is numbered after them.

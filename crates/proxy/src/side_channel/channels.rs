@@ -182,7 +182,9 @@ impl Channels {
     /// A hand-off named an engine and its side channel.
     pub(crate) fn named(&self, engine_id: &str, named: &NamedChannel, read: ReadSideChannels) -> News {
         let mut known = self.known.lock();
-        let Some(address) = place_of(&mut known, named, read) else { return News::default() };
+        // An engine that names itself by the same id at another port is another process of it.
+        let moved = take_moved(&mut known, engine_id, named, read);
+        let Some(address) = place_of(&mut known, named, read, moved) else { return News::default() };
         let Some(channel) = known.get_mut(&address) else { return News::default() };
         if channel.named.as_ref().is_some_and(|(id, before)| id == engine_id && before == named) {
             return News::default();
@@ -193,7 +195,8 @@ impl Channels {
         channel.named = Some((engine_id.to_owned(), named.clone()));
         channel.next = None;
         let replaced = channel.engine_id.take_if(|before| before != engine_id);
-        News { ask: true, replaced }
+        let moved = moved.map(|_place| engine_id.to_owned());
+        News { ask: true, replaced: replaced.or(moved) }
     }
 
     /// Starts the looks that are due.
@@ -282,12 +285,33 @@ impl Channels {
     }
 }
 
+/// Forgets the learnt side channel that an engine had at another port before; the engine's place.
+fn take_moved(
+    known: &mut BTreeMap<ChannelAddress, Channel>,
+    engine_id: &str,
+    named: &NamedChannel,
+    read: ReadSideChannels,
+) -> Option<u32> {
+    if read != ReadSideChannels::Auto || known.contains_key(&named.address) {
+        return None;
+    }
+    let is_former = |(address, channel): &(&ChannelAddress, &Channel)| {
+        let names_it = channel.named.as_ref().is_some_and(|(id, _)| id == engine_id);
+        let had_it = channel.engine_id.as_deref() == Some(engine_id);
+        // At the same port, the hosts may be two names of one.
+        !channel.configured && address.port != named.address.port && (names_it || had_it)
+    };
+    let former = known.iter().find(is_former).map(|(address, _)| address.clone())?;
+    known.remove(&former).map(|channel| channel.place)
+}
+
 /// The channel that a hand-off means, made if it may be learnt. An operator's word on the same port
 /// stands for it: the hosts may be two names of one.
 fn place_of(
     known: &mut BTreeMap<ChannelAddress, Channel>,
     named: &NamedChannel,
     read: ReadSideChannels,
+    place: Option<u32>,
 ) -> Option<ChannelAddress> {
     if known.contains_key(&named.address) {
         return Some(named.address.clone());
@@ -306,7 +330,7 @@ fn place_of(
         return None;
     }
     let places: BTreeSet<u32> = known.values().map(|channel| channel.place).collect();
-    let place = (0..).find(|place| !places.contains(place))?;
+    let place = place.or_else(|| (0..).find(|place| !places.contains(place)))?;
     known.insert(named.address.clone(), Channel { place, ..Channel::default() });
     Some(named.address.clone())
 }

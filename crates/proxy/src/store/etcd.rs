@@ -4,6 +4,7 @@
 
 mod background;
 mod commit;
+mod diagnosis;
 mod follow;
 mod link;
 mod operator;
@@ -21,7 +22,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::settings::{StoreKind, StoreSettings};
-use super::{Storage, StoreView};
+use super::{Changed, Storage, StoreView};
+use crate::Proxy;
 use crate::registry::{Heartbeat, Rank, Receipt, Registered, Registration, Registry, RegistryError, Writer};
 use background::Background;
 use link::Link;
@@ -110,15 +112,8 @@ impl Etcd {
     }
 }
 
-impl Storage for Etcd {
-    async fn register(&self, registration: Registration) -> Result<Receipt, RegistryError> {
-        let clock = registration.clock;
-        let plan = self.commit(|registry| registry.plan_registration(registration.clone())).await?;
-        self.renew(&plan.record.engine_id);
-        Ok(self.registry.acknowledge(&plan, clock, None))
-    }
-
-    async fn put_rank(
+impl Etcd {
+    async fn put(
         &self,
         writer: &Writer,
         engine_id: &str,
@@ -138,7 +133,7 @@ impl Storage for Etcd {
         Ok(first.unwrap_or(Registered::Unchanged))
     }
 
-    async fn heartbeat(
+    async fn beat(
         &self,
         writer: &Writer,
         engine_id: &str,
@@ -165,10 +160,46 @@ impl Storage for Etcd {
         self.tell_clock(engine_id);
         Ok(receipt)
     }
+}
 
-    async fn remove(&self, writer: &Writer, engine_id: &str) -> Result<bool, RegistryError> {
-        self.catch_up(engine_id).await;
-        self.commit_removal(writer, engine_id).await
+impl Storage for Arc<Etcd> {
+    fn register(&self, registration: Registration) -> Changed<'_, Receipt> {
+        Box::pin(async move {
+            let clock = registration.clock;
+            let plan = self.commit(|registry| registry.plan_registration(registration.clone())).await?;
+            self.renew(&plan.record.engine_id);
+            Ok(self.registry.acknowledge(&plan, clock, None))
+        })
+    }
+
+    fn put_rank<'a>(
+        &'a self,
+        writer: &'a Writer,
+        engine_id: &'a str,
+        rank: Rank,
+        payload: Bytes,
+    ) -> Changed<'a, Registered> {
+        Box::pin(self.put(writer, engine_id, rank, payload))
+    }
+
+    fn heartbeat<'a>(
+        &'a self,
+        writer: &'a Writer,
+        engine_id: &'a str,
+        heartbeat: &'a Heartbeat,
+    ) -> Changed<'a, Receipt> {
+        Box::pin(self.beat(writer, engine_id, heartbeat))
+    }
+
+    fn remove<'a>(&'a self, writer: &'a Writer, engine_id: &'a str) -> Changed<'a, bool> {
+        Box::pin(async move {
+            self.catch_up(engine_id).await;
+            self.commit_removal(writer, engine_id).await
+        })
+    }
+
+    fn share_decisions(&self, proxy: &Proxy, tasks: &TaskTracker, stop: &CancellationToken) {
+        tasks.spawn(Self::clone(self).follow_decisions(proxy.clone(), stop.clone()));
     }
 
     fn view(&self) -> StoreView {

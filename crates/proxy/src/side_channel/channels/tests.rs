@@ -85,7 +85,7 @@ fn an_operators_word_stands_for_another_name_of_its_host() {
 fn hand_offs_cannot_fill_the_memory() {
     let channels = configured("10.0.0.7:1", 1);
     for port in 2..5000 {
-        channels.named("e", &named("h", port), AUTO);
+        channels.named(&format!("e{port}"), &named("h", port), AUTO);
     }
     assert!(channels.views().len() <= MAX_CHANNELS);
     assert!(channels.views().iter().any(|view| view.configured));
@@ -113,4 +113,27 @@ async fn a_learnt_side_channel_that_moved_is_forgotten() {
     assert_eq!(channels.forget_if_moved(&fixed), None, "the operator named it");
     assert_eq!(channels.forget_if_moved(&old), Some("e1".to_owned()));
     assert_eq!(channels.views().len(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_engine_of_a_fixed_id_that_comes_back_at_another_port_keeps_its_place() {
+    let channels = Channels::default();
+    channels.named("e0", &named("h", 5600), AUTO);
+    channels.named("e", &named("h", 5700), AUTO);
+    let (now, address) = (Instant::now(), ChannelAddress::new("h", 5700));
+    assert_eq!(channels.due(now).iter().map(|due| due.place).collect::<Vec<_>>(), [0, 1]);
+    channels.looked(&address, read("e"), now, now);
+    let moved = News { ask: true, replaced: Some("e".to_owned()) };
+    assert_eq!(channels.named("e", &named("h", 5701), AUTO), moved);
+    let due = channels.due(now);
+    let places: Vec<(u16, u32)> = due.iter().map(|due| (due.address.port, due.place)).collect();
+    assert_eq!(places, [(5701, 1)]);
+    assert!(!channels.is_elsewhere("e", &due[0].address));
+    assert!(!channels.looked(&address, read("e"), now, now), "the old one is not there any more");
+    // Another name of the same host, at the same port, is no restart.
+    assert_eq!(channels.named("e", &named("g", 5701), AUTO), News { ask: true, replaced: None });
+    // What the operator has named does not move.
+    let channels = configured("10.0.0.7:5600", 1);
+    channels.named("e", &named("h", 5600), AUTO);
+    assert_eq!(channels.named("e", &named("h", 5601), AUTO), News { ask: true, replaced: None });
 }

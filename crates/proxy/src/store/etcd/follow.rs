@@ -51,6 +51,10 @@ impl Etcd {
                 (pause, told) = (first_pause, false);
             }
             if !std::mem::replace(&mut told, true) {
+                let fault = tokio::select! {
+                    () = stop.cancelled() => return,
+                    fault = self.link.explain(fault) => fault,
+                };
                 tracing::warn!(%fault, "the store cannot be followed; what is known is used on");
             }
             self.link.give_up();

@@ -12,6 +12,7 @@ use etcd_client::{
     Identity, KeyValue, TlsOptions, Txn, TxnOp, TxnOpResponse, TxnResponse, WatchOptions, WatchStream,
 };
 
+use super::diagnosis::{self, TlsFault};
 use crate::store::settings::StoreSettings;
 
 /// Keys that are listed at once.
@@ -25,7 +26,19 @@ const LONGEST_ANSWER: usize = 64 << 20;
 pub(super) enum LinkFault {
     /// It said so, or could not be reached.
     #[error(transparent)]
-    Etcd(#[from] EtcdError),
+    Etcd(EtcdError),
+    /// It refuses the user or the password.
+    #[error("etcd does not take the store's user or password")]
+    Denied,
+    /// It wants a user, and the settings name none.
+    #[error("etcd asks for a user and a password")]
+    WantsUser,
+    /// Its user may not do what a router has to.
+    #[error("etcd's user may not read and write below the prefix")]
+    Forbidden,
+    /// TLS is what fails.
+    #[error("TLS with etcd fails: {0}")]
+    Tls(#[from] TlsFault),
     /// It did not answer in time.
     #[error("no answer within {0:?}")]
     Timeout(Duration),
@@ -46,6 +59,26 @@ pub(super) enum LinkFault {
     /// An answer lacks what it must hold.
     #[error("an answer without a header")]
     NoHeader,
+}
+
+impl From<EtcdError> for LinkFault {
+    fn from(error: EtcdError) -> Self {
+        let EtcdError::GRpcStatus(status) = &error else { return Self::Etcd(error) };
+        // The codes alone do not tell these from other faults; the texts are part of etcd's interface.
+        match status.message() {
+            text if text.contains("authentication failed") => Self::Denied,
+            text if text.contains("user name is empty") => Self::WantsUser,
+            text if text.contains("permission denied") => Self::Forbidden,
+            _ => Self::Etcd(error),
+        }
+    }
+}
+
+impl LinkFault {
+    /// Whether all that is known is that nobody answered.
+    fn is_silence(&self) -> bool {
+        matches!(self, Self::Timeout(_) | Self::Etcd(_))
+    }
 }
 
 /// A connection that is made when it is needed, and anew after it was given up.
@@ -72,6 +105,14 @@ impl Link {
     /// The next exchange makes a new connection, with the certificates as they are then.
     pub(super) fn give_up(&self) {
         self.client.store(None);
+    }
+
+    /// What is behind a fault, where that can be found out.
+    pub(super) async fn explain(&self, fault: LinkFault) -> LinkFault {
+        if !fault.is_silence() {
+            return fault;
+        }
+        diagnosis::examine(&self.settings).await.map_or(fault, LinkFault::from)
     }
 
     async fn client(&self) -> Result<Client, LinkFault> {

@@ -50,7 +50,7 @@ impl Etcd {
     }
 
     /// Keeps the router's decisions and the store's the same until `stop`.
-    pub(crate) async fn share_decisions(self: Arc<Self>, proxy: Proxy, stop: CancellationToken) {
+    pub(crate) async fn follow_decisions(self: Arc<Self>, proxy: Proxy, stop: CancellationToken) {
         tokio::select! {
             () = stop.cancelled() => {}
             () = self.share(&proxy) => {}

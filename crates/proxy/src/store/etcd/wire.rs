@@ -1,7 +1,7 @@
 //! The keys and values of the store. Values carry the number of their form; payloads lie beside
 //! them in pieces, byte for byte, because etcd takes no large requests.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,6 +9,7 @@ use kv_connector::fit::EngineTraits;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 use serde::{Deserialize, Deserializer, Serialize};
 
+use crate::client::ModelScope;
 use crate::registry::{EngineRecord, EngineRole, EngineState, Rank, RankView};
 
 /// The form of the values that this router writes, and the newest that it reads.
@@ -177,6 +178,9 @@ pub(super) struct EngineValue {
     /// The credential that it belongs to.
     #[serde(default)]
     owner: Option<String>,
+    /// The models that the credential is for; all when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    owner_models: Option<BTreeSet<String>>,
     pub(super) ranks: Vec<RankValue>,
 }
 
@@ -230,6 +234,10 @@ impl EngineValue {
             registered_at: record.registered_at,
             ttl_seconds: record.ttl.map(|ttl| ttl.as_secs_f64()),
             owner: record.owner.as_deref().map(str::to_owned),
+            owner_models: match &record.bound {
+                ModelScope::All => None,
+                ModelScope::Only(models) => Some(BTreeSet::clone(models)),
+            },
             ranks: ranks.collect(),
         }
     }
@@ -258,6 +266,7 @@ impl EngineValue {
             ttl: ttl.map_err(|error| ValueFault::Garbled(error.to_string()))?,
             ranks,
             owner: self.owner.map(Arc::from),
+            bound: self.owner_models.map_or(ModelScope::All, |models| ModelScope::Only(Arc::new(models))),
             pulse: Arc::default(),
         })
     }
@@ -320,7 +329,7 @@ mod tests {
 
     const VALUE: &str = r#"{"schema":1,"engine_id":"a","base_url":"http://h:1","role":"prefill",
         "model":"m","dp_rank":1,"vllm_version":null,"traits":{"tp_size":2},"state":"draining",
-        "generation":3,"registered_at":7,"ttl_seconds":1.5,"owner":"o","ranks":[{"pp_rank":0,"tp_rank":1,
+        "generation":3,"registered_at":7,"ttl_seconds":1.5,"owner":"o","owner_models":["m"],"ranks":[{"pp_rank":0,"tp_rank":1,
         "sha256":"00","bytes":524289,"token":"t","registered_at":8}]}"#;
 
     #[test]
@@ -331,7 +340,11 @@ mod tests {
         let record = read_back.into_record(BTreeMap::new()).unwrap();
         assert_eq!(record.ttl, Some(Duration::from_millis(1500)));
         assert_eq!(record.owner.as_deref(), Some("o"));
+        assert_eq!(record.bound, ModelScope::of(&["m".to_owned()]));
         assert_eq!((record.state, record.traits.tp_size), (EngineState::Draining, Some(2)));
+        let of_before = VALUE.replace(r#","owner_models":["m"]"#, "");
+        let record = value(&of_before).unwrap().into_record(BTreeMap::new()).unwrap();
+        assert_eq!(record.bound, ModelScope::All);
     }
 
     #[test]

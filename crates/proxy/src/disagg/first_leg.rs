@@ -1,0 +1,187 @@
+//! The first leg: the prompt is computed on a prefill engine, on another one if that fails, and what it
+//! answers becomes a lease. Also the policies for a fleet, or an answer, that has no hand-off to give.
+
+use std::sync::Arc;
+
+use http::StatusCode;
+use tokio::time::Instant;
+
+use super::second_leg::engine_answered;
+use super::tries::{Stopped, Tries};
+use super::{Exchange, Order};
+use crate::Core;
+use crate::answer::relay_whole;
+use crate::error::{HandOffRefusal, ProxyError, Stage};
+use crate::lease::Lease;
+use crate::made_by::MadeBy;
+use crate::pool::peer::{InFlight, Peer};
+use crate::prefill::PrefillLeg;
+use crate::request::BypassReason;
+use crate::retry::{self, PrefillFault, Verdict};
+use crate::settings::OnMissing;
+use crate::timeline::Step;
+use crate::upstream::request_headers;
+
+impl Core {
+    /// The first leg: has the prompt computed on a prefill engine, on another one if that fails.
+    /// None if the decode engine shall compute it itself.
+    pub(super) async fn hand_off(
+        self: &Arc<Self>,
+        order: &Order,
+        exchange: &Exchange,
+        decode: &Peer,
+        tries: &mut Tries,
+    ) -> Result<Option<Lease>, Stopped> {
+        let dialect = (!decode.hands_off_on(order.endpoint())).then_some(BypassReason::Dialect);
+        if let Some(reason) = order.bypass().or(dialect) {
+            self.metrics.bypassed(reason.label());
+            exchange.account.step(Step::Bypassed(reason.label()));
+            return Ok(None);
+        }
+        let choose = |tries: &Tries| {
+            self.pool.choose(Stage::Prefill, Some(order.model()), &tries.prefill, |prefill| {
+                prefill.hands_off_on(order.endpoint()) && self.pool.fits(prefill, decode)
+            })
+        };
+        if self.pool.none_hands_off_on(order.endpoint()) {
+            self.metrics.bypassed(BypassReason::Dialect.label());
+            exchange.account.step(Step::Bypassed(BypassReason::Dialect.label()));
+            return Ok(None);
+        }
+        let mut failed = None;
+        loop {
+            let in_flight = match choose(tries) {
+                Ok(in_flight) => in_flight,
+                Err(nobody) => return self.without_prefill(failed.unwrap_or(nobody), order, exchange),
+            };
+            let peer = Arc::clone(&in_flight.peer);
+            exchange.account.step_with(&peer, Step::PrefillChosen);
+            let fault = match self.prefill(order, exchange, in_flight, tries).await {
+                Ok(prefilled) => return prefilled,
+                Err(fault) => fault,
+            };
+            if let PrefillFault::Broke(failure) = fault {
+                if tries.resend(failure) {
+                    continue;
+                }
+                self.engine_failed(&peer, failure);
+            }
+            tries.prefill.push(peer);
+            let error = fault.into();
+            if retry::after_prefill(fault) == Verdict::GiveUp {
+                return Err(Stopped::Error(error));
+            }
+            if choose(tries).is_ok() && !tries.again(self, Stage::Prefill) {
+                return Err(Stopped::Error(error));
+            }
+            failed = Some(error);
+        }
+    }
+
+    /// One try of the first leg.
+    async fn prefill(
+        self: &Arc<Self>,
+        order: &Order,
+        exchange: &Exchange,
+        in_flight: InFlight,
+        tries: &mut Tries,
+    ) -> Result<Result<Option<Lease>, Stopped>, PrefillFault> {
+        let peer = Arc::clone(&in_flight.peer);
+        tries.prefills += 1;
+        let request_id = exchange.request_id.of_try(tries.prefills);
+        let headers = request_headers(&exchange.headers, &request_id);
+        let began = Instant::now();
+        let mut leg = PrefillLeg::start(self, in_flight, order, &exchange.request_id, headers, tries.resent);
+        exchange.account.step_with(&peer, Step::PrefillSent);
+        let (head, answer) = match leg.answer().await {
+            Ok(answered) => answered,
+            Err(failure) => {
+                exchange.account.step_with(&peer, Step::PrefillFailed(failure.broken.label()));
+                return Err(PrefillFault::Broke(failure));
+            }
+        };
+        exchange.account.step_with(&peer, Step::PrefillAnswered(head.status().as_u16()));
+        self.metrics.prefill_took(began.elapsed().as_secs_f64());
+        if head.status().is_client_error() {
+            if head.status() != StatusCode::TOO_MANY_REQUESTS {
+                peer.succeeded();
+            }
+            let refusal = relay_whole(head, answer, &exchange.account);
+            let made_by = MadeBy::of(&order.settings, Some(&peer), None);
+            return Ok(Err(Stopped::Refused(Box::new(made_by.shown_in(refusal)))));
+        }
+        if !head.status().is_success() {
+            let status = head.status().as_u16();
+            engine_answered(&peer, status);
+            peer.blamed();
+            return Err(PrefillFault::Status(status));
+        }
+        let refused = match self.granted_by(&peer, order, &head, &answer) {
+            Ok(hand_off) => {
+                self.metrics.decided("disaggregated", "pair");
+                exchange.account.step_with(&peer, Step::HandedOff(hand_off.blocks as u64));
+                self.side_channel_named(&peer, &hand_off);
+                if peer.saw_engine(&hand_off.engine_id) | peer.saw_tp_size(hand_off.channel.tp_size) {
+                    self.pool.relearn();
+                }
+                return Ok(Ok(Some(Lease::open(self, hand_off, &peer, order, &exchange.request_id))));
+            }
+            Err(refused) => refused,
+        };
+        peer.failed(&format!("hand-off {}", refused.refusal.label()), false);
+        peer.blamed();
+        if let Some(unused) = refused.unused {
+            drop(Lease::open(self, *unused, &peer, order, &exchange.request_id));
+        }
+        if refused.refusal == HandOffRefusal::ForeignAddress {
+            let (request_id, error) = (exchange.request_id.as_str(), refused.refusal);
+            tracing::warn!(request_id, peer = %peer.id, %error, "a hand-off names an address that is not its peer's");
+            self.metrics.hand_off_refused(&error);
+            exchange.account.step_with(&peer, Step::HandOffRefused(error.reason()));
+            return Ok(Err(ProxyError::HandOff(error).into()));
+        }
+        Ok(self.without_hand_off(refused.refusal, order, exchange).map(|()| None))
+    }
+
+    /// Applies the policy for a fleet without a prefill engine that can serve.
+    fn without_prefill(
+        &self,
+        error: ProxyError,
+        order: &Order,
+        exchange: &Exchange,
+    ) -> Result<Option<Lease>, Stopped> {
+        match order.settings.hand_off.on_no_prefill {
+            OnMissing::Fail => Err(Stopped::Error(error)),
+            OnMissing::DecodeOnly => {
+                self.metrics.bypassed("no_prefill");
+                exchange.account.step(Step::Bypassed("no_prefill"));
+                let request_id = exchange.request_id.as_str();
+                tracing::warn!(request_id, %error, "no prefill engine, the decode engine computes the prompt");
+                Ok(None)
+            }
+        }
+    }
+
+    /// Counts a missing, defective or expiring hand-off and applies the policy for it.
+    pub(super) fn without_hand_off(
+        &self,
+        refusal: HandOffRefusal,
+        order: &Order,
+        exchange: &Exchange,
+    ) -> Result<(), Stopped> {
+        self.metrics.hand_off_refused(&refusal);
+        exchange.account.step(Step::HandOffRefused(refusal.reason()));
+        let request_id = exchange.request_id.as_str();
+        match order.settings.hand_off.on_missing {
+            OnMissing::Fail => {
+                tracing::warn!(request_id, %refusal, "no usable hand-off, request failed");
+                Err(Stopped::Error(ProxyError::HandOff(refusal)))
+            }
+            OnMissing::DecodeOnly => {
+                self.metrics.decided("decode_only", refusal.reason());
+                tracing::warn!(request_id, %refusal, "no usable hand-off, the decode engine computes the prompt");
+                Ok(())
+            }
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! The second leg: a decode engine gets the client's request and the hand-off, and what its answer's head says
+//! of the blocks is drawn. Decides nothing about another try.
+
+use std::sync::Arc;
+
+use http::{Method, Response, StatusCode};
+use tokio::time::Instant;
+
+use super::{Exchange, Order};
+use crate::Core;
+use crate::error::{Broken, ProxyError, Stage, UpstreamFailure};
+use crate::lease::Lease;
+use crate::pool::peer::{InFlight, Peer};
+use crate::relay::decode_headers;
+use crate::retry::{self, Verdict};
+use crate::stream::Guards;
+use crate::timeline::Step;
+use crate::upstream::Leg;
+use crate::wire::EngineBody;
+
+impl Core {
+    /// One try of the second leg.
+    ///
+    /// # Errors
+    /// What broke before the head came, with the lease if its hand-off cannot have been seen.
+    pub(super) async fn decode(
+        self: &Arc<Self>,
+        order: &Order,
+        exchange: &Exchange,
+        in_flight: InFlight,
+        mut lease: Option<Lease>,
+        anew: bool,
+    ) -> Result<(Response<EngineBody>, Guards), (UpstreamFailure, Option<Lease>)> {
+        let peer = Arc::clone(&in_flight.peer);
+        let handed_over = lease.as_ref().and_then(Lease::granted);
+        let from = lease.as_ref().and_then(Lease::prefill).map(|prefill| Arc::clone(&prefill.name));
+        let part = lease.as_ref().and_then(Lease::part);
+        let leg = Leg {
+            stage: Stage::Decode,
+            peer: &peer,
+            method: Method::POST,
+            path: order.endpoint().path(),
+            headers: decode_headers(&order.settings, exchange),
+            body: order.request.decode_body(lease.as_ref().and_then(|lease| lease.raw_for(&peer))),
+        };
+        if let Some(lease) = &mut lease {
+            lease.dispatched(&peer);
+        }
+        exchange.account.step_with(&peer, Step::DecodeSent);
+        let began = Instant::now();
+        let head = order.settings.timeouts.decode_head;
+        let sent =
+            if anew { self.upstream.send_anew(leg, head).await } else { self.upstream.send(leg, head).await };
+        let answer = match sent {
+            Ok(answer) => answer,
+            Err(failure) => {
+                exchange.account.step_with(&peer, Step::DecodeFailed(failure.broken.label()));
+                let unseen = retry::after_decode(failure) == Verdict::AgainWithTheSameHandOff;
+                return Err((failure, lease.filter(|_| unseen).map(Lease::unseen)));
+            }
+        };
+        self.metrics.decode_head_took(began.elapsed().as_secs_f64());
+        exchange.account.step_with(&peer, Step::DecodeHead(answer.status().as_u16()));
+        if answer.status().is_server_error() {
+            match &lease {
+                // With this status an engine also says that it could not read the blocks.
+                Some(lease) if answer.status() == StatusCode::INTERNAL_SERVER_ERROR => {
+                    lease.was_not_read_by(&peer)
+                }
+                _ => peer.blamed(),
+            }
+        }
+        if !answer.status().is_success() {
+            // Some refusals reach P by themselves and some do not; telling P twice is harmless.
+            lease = None;
+        }
+        let status = answer.status().as_u16();
+        let guards = Guards {
+            request_id: exchange.request_id.clone(),
+            endpoint: order.endpoint(),
+            in_flight,
+            lease,
+            part,
+            account: exchange.account.clone(),
+            status,
+            metrics: Arc::clone(&self.metrics),
+            handed_over,
+            from,
+        };
+        Ok((answer, guards))
+    }
+
+    pub(crate) fn engine_failed(&self, peer: &Peer, failure: UpstreamFailure) -> ProxyError {
+        self.metrics.upstream_failed(failure);
+        let (stage, kind) = (failure.stage.label(), failure.broken.label());
+        if failure.broken.blames_the_engine() {
+            peer.failed(kind, failure.broken == Broken::Connect);
+            peer.blamed();
+        }
+        tracing::warn!(peer = %peer.id, url = %peer.spec.url, stage, kind, "an engine failed");
+        ProxyError::Upstream(failure)
+    }
+}
+
+/// An engine answered that it cannot serve now.
+pub(super) fn engine_answered(peer: &Peer, status: u16) {
+    let stage = peer.spec.role.stage().label();
+    tracing::warn!(peer = %peer.id, url = %peer.spec.url, stage, status, "an engine failed");
+    peer.failed(&format!("{stage} answered {status}"), false);
+}

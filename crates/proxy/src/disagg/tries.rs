@@ -1,0 +1,65 @@
+//! What one request has tried so far, and how it ends without a decode engine's answer.
+
+use std::sync::Arc;
+
+use http::Response;
+
+use crate::Core;
+use crate::error::{ProxyError, Stage, UpstreamFailure};
+use crate::pool::peer::Peer;
+use crate::retry::PrefillFault;
+use crate::settings::Retry;
+use crate::stream::RelayBody;
+
+/// The engines that have failed one request, and how often it may still be tried again.
+pub(super) struct Tries {
+    left: u32,
+    pub(super) resent: bool,
+    /// How often a prefill engine was asked.
+    pub(super) prefills: u32,
+    pub(super) prefill: Vec<Arc<Peer>>,
+    pub(super) decode: Vec<Arc<Peer>>,
+}
+
+impl Tries {
+    pub(super) fn new(settings: &Retry) -> Self {
+        Self { left: settings.attempts, resent: false, prefills: 0, prefill: Vec::new(), decode: Vec::new() }
+    }
+
+    /// Whether a kept connection ended under the request, so that the same engine may be asked once
+    /// more on a new one; this is nobody's failure.
+    pub(super) fn resend(&mut self, failure: UpstreamFailure) -> bool {
+        failure.stale && !std::mem::replace(&mut self.resent, true)
+    }
+
+    pub(super) fn again(&mut self, core: &Core, stage: Stage) -> bool {
+        let granted = self.left > 0 && core.retries.withdraw();
+        if granted {
+            self.left -= 1;
+            core.metrics.retried(stage);
+        }
+        granted
+    }
+}
+
+/// Why a request ends before a decode engine's answer.
+pub(super) enum Stopped {
+    /// P refused it; its answer is the client's.
+    Refused(Box<Response<RelayBody>>),
+    Error(ProxyError),
+}
+
+impl From<ProxyError> for Stopped {
+    fn from(error: ProxyError) -> Self {
+        Self::Error(error)
+    }
+}
+
+impl From<PrefillFault> for ProxyError {
+    fn from(fault: PrefillFault) -> Self {
+        match fault {
+            PrefillFault::Broke(failure) => Self::Upstream(failure),
+            PrefillFault::Status(status) => Self::PrefillFailed(status),
+        }
+    }
+}
