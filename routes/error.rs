@@ -2,6 +2,7 @@
 //! Owns what the surface itself refuses; knows the core's errors and how clients see them.
 //! Must never show an engine's address, nor turn an error into a response anywhere else.
 
+pub(crate) mod anthropic;
 mod event;
 mod faces;
 mod operators;
@@ -134,7 +135,7 @@ struct ErrorBody {
     error: ErrorObject,
 }
 
-#[derive(Serialize)]
+#[derive(Clone, Serialize)]
 struct ErrorObject {
     message: String,
     #[serde(rename = "type")]
@@ -234,7 +235,9 @@ impl IntoResponse for RouteError {
             param: face.param,
             code: face.code,
         };
-        let mut response = (status, Json(ErrorBody { error })).into_response();
+        let mut response = (status, Json(ErrorBody { error: error.clone() })).into_response();
+        // For those who say it in another dialect.
+        response.extensions_mut().insert(error);
         if let Some(seconds) = face.retry {
             response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
         }

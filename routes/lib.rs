@@ -6,6 +6,7 @@ mod access;
 mod admin;
 mod cors;
 mod dashboard;
+mod direct;
 mod error;
 mod extract;
 mod framing;
@@ -30,6 +31,7 @@ use kvbaton_proxy::{Endpoint, Proxy};
 
 pub use access::{Access, CertificateNames, Credential, Duty, NotLocal, Rules, SecretDigest, SecretError};
 pub use cors::{Cors, NotAnOrigin, Origins};
+pub use direct::Surface;
 pub use log::{LogFault, LogState, Logging};
 pub use reload::{NotReloaded, Reload, Reloaded, SharedLimits};
 
@@ -63,17 +65,19 @@ pub struct Limits {
     pub payload_bytes: usize,
     /// How long a client that is sending a body may be silent before it is answered with 408.
     pub body_silence: Duration,
+    /// How long a whole request body may take to arrive.
+    pub body_whole: Duration,
     /// How often a client that waits for a stream gets a comment; zero for never.
     pub keep_alive: Duration,
 }
 
 impl Limits {
     const fn body_bound(&self) -> BodyBound {
-        BodyBound { bytes: self.body_bytes, silence: self.body_silence }
+        BodyBound { bytes: self.body_bytes, silence: self.body_silence, whole: self.body_whole }
     }
 
     fn payload_bound(&self) -> BodyBound {
-        BodyBound { bytes: self.payload_bytes.min(self.body_bytes), silence: self.body_silence }
+        BodyBound { bytes: self.payload_bytes.min(self.body_bytes), ..self.body_bound() }
     }
 }
 
@@ -201,14 +205,14 @@ pub const ENDPOINTS: &[EndpointDoc] = &[
     EndpointDoc::guarded(Method::GET, "/admin/compatibility", || get(admin::compatibility)),
     EndpointDoc::guarded(Method::GET, "/admin/handoffs", || get(admin::hand_offs)),
     EndpointDoc::guarded(Method::POST, "/admin/reload", || post(reload::reload)),
-    EndpointDoc::guarded(Method::GET, "/admin/log", || get(log::show)),
-    EndpointDoc::guarded(Method::PUT, "/admin/log", || put(log::change)),
     EndpointDoc::guarded(Method::GET, "/admin/requests", || get(observe::requests)),
     EndpointDoc::guarded(Method::GET, "/admin/requests/{id}", || get(observe::request)),
     EndpointDoc::guarded(Method::GET, "/admin/events", || get(observe::events)),
     // The dashboard, which asks for what it shows.
     EndpointDoc::open(Method::GET, DASHBOARD_PATH, || get(dashboard::page)),
     EndpointDoc::open(Method::GET, "/dashboard/{file}", || get(dashboard::asset)),
+    EndpointDoc::guarded(Method::GET, "/admin/log", || get(log::show)),
+    EndpointDoc::guarded(Method::PUT, "/admin/log", || put(log::change)),
     // Health.
     EndpointDoc::open(Method::GET, "/livez", || get(health::live)),
     EndpointDoc::open(Method::GET, "/readyz", || get(health::ready)),

@@ -262,6 +262,7 @@ impl Config {
             ("timeouts.total", self.timeouts.total),
             ("timeouts.release", self.timeouts.release),
             ("timeouts.client_body", self.timeouts.client_body),
+            ("timeouts.client_body_whole", self.timeouts.client_body_whole),
             ("probe.interval", self.probe.interval),
             ("probe.timeout", self.probe.timeout),
             ("hand_off.lease", self.hand_off.lease),

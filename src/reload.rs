@@ -15,17 +15,20 @@ use crate::config::{Config, ConfigFaults};
 use crate::secrets::SecretStore;
 
 /// Settings that hold for whatever begins after they changed; a name stands for all below it.
-const APPLIED: [&str; 24] = [
+const APPLIED: [&str; 27] = [
     "timeouts.prefill",
     "timeouts.decode_head",
     "timeouts.idle",
     "timeouts.total",
     "timeouts.release",
     "timeouts.client_body",
+    "timeouts.client_body_whole",
     "probe",
     "hand_off",
     "pairing",
     "retry",
+    "breaker",
+    "admission",
     "limits.body_bytes",
     "limits.answer_bytes",
     "limits.held_bytes",
@@ -120,9 +123,6 @@ impl Reloader {
         // These have tasks and libraries that were started with them.
         settings.side_channel = self.started.side_channel.clone();
         settings.nixl = self.started.nixl.clone();
-        // What runs and waits is counted by these.
-        settings.admission = self.started.admission.clone();
-        settings.breaker = self.started.breaker.clone();
         let exchange = || {
             let because = |error: kvbaton_proxy::PeerChangeError| {
                 let lines =

@@ -54,5 +54,6 @@ mod stream;
 mod stream_bounds;
 mod stream_faults;
 mod support;
+mod threads;
 mod tls;
 mod traces;

@@ -43,7 +43,8 @@ impl Account {
         endpoint: &'static str,
         headers: &HeaderMap,
     ) -> Self {
-        let (record, trace) = (timelines.open(request_id, endpoint), traces.begin(headers));
+        let trace = traces.begin(headers);
+        let record = timelines.open(request_id, endpoint);
         Self(Arc::new(Entry {
             metrics,
             timelines,
@@ -130,33 +131,33 @@ impl Account {
 impl Drop for Entry {
     fn drop(&mut self) {
         self.timelines.close(&self.record);
-        let (outcome, status) = (self.record.outcome(), self.record.status());
-        let (endpoint, took) = (self.record.endpoint(), self.record.began().elapsed());
+        let record = &self.record;
+        let (outcome, status, endpoint) = (record.outcome(), record.status(), record.endpoint());
         let told = std::mem::take(self.told.get_mut());
+        let took = record.began().elapsed();
         let model = told.of_model.clone().unwrap_or_else(|| self.metrics.other());
         self.metrics.request_ended(endpoint, &model, status, outcome);
         model.request_took(took, self.trace.sampled());
         model.prompt_had(told.prompt_tokens.unwrap_or(0), told.cached_tokens.unwrap_or(0));
         model.generated(told.output_tokens.unwrap_or(0));
-        let request_id = self.record.request_id().as_str();
         let mut root = std::mem::take(self.root.get_mut());
         if root.is_recorded() {
             told.describe(&mut root, endpoint);
             root.say("http.response.status_code", || status);
             root.say("kvbaton.outcome", || outcome.label());
-            root.say("kvbaton.request_id", || request_id);
+            root.say("kvbaton.request_id", || record.request_id().as_str());
             if !matches!(outcome, Outcome::Served | Outcome::ClientError) {
                 root.failed(outcome.label());
             }
         }
         drop(root);
         told.log(&told::Line {
-            request_id,
+            request_id: record.request_id().as_str(),
             trace_id: self.trace.id(),
             endpoint,
             status,
             outcome: outcome.label(),
-            sent: self.record.sent_bytes(),
+            sent: record.sent_bytes(),
             took,
         });
     }

@@ -85,11 +85,12 @@ impl Core {
         body: Bytes,
     ) -> Result<Order, ProxyError> {
         self.retries.deposit();
-        let (settings, bytes) = (self.settings(), body.len());
+        let bytes = body.len();
         exchange.account.tell(|told| {
             told.received = bytes;
             told.key.clone_from(&exchange.client.key);
         });
+        let settings = self.settings();
         let request = ClientRequest::parse(endpoint, body, settings.hand_off.client_injected);
         let read = request.map_err(ProxyError::from).and_then(|request| {
             exchange.client.check_model(request.model())?;

@@ -4,23 +4,34 @@
 mod usage;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::time::Instant;
 
 use crate::account::Account;
 use crate::metrics::{Batch, Metrics, OfModel, Took};
-use crate::trace::Span;
+use crate::pool::peer::Peer;
+use crate::timeline::Step;
+use crate::trace::{Span, SpanKind};
 use usage::Usage;
+
+/// Blocks that wait for a decode engine.
+pub(crate) struct Waiting {
+    /// Since the prefill answer came.
+    pub(crate) since: Instant,
+    /// Name of the prefill peer that holds them.
+    pub(crate) at: Arc<str>,
+}
 
 /// One decode leg. Boxed by its owner: it is moved about.
 pub(crate) struct Flow {
+    peer: Arc<Peer>,
     metrics: Arc<Metrics>,
     model: Arc<OfModel>,
     sent: Instant,
     has_head: bool,
-    /// When the prefill answer came, until the first byte of this one.
-    handed_over: Option<Instant>,
+    has_body: bool,
+    /// Until the first byte of this answer.
+    handed_over: Option<Waiting>,
     hand_off: Span,
     decode: Span,
     stream: Span,
@@ -34,23 +45,28 @@ pub(crate) struct Flow {
 }
 
 impl Flow {
-    /// A leg that is being sent now, `handed_over` since when its blocks wait.
+    /// A leg that is being sent now.
     pub(crate) fn begin(
         account: &Account,
         metrics: &Arc<Metrics>,
         model: Arc<OfModel>,
+        peer: &Arc<Peer>,
         decode: Span,
-        handed_over: Option<Instant>,
+        handed_over: Option<Waiting>,
     ) -> Box<Self> {
-        let hand_off = match handed_over {
-            Some(since) => account.trace().span("hand_off", crate::trace::SpanKind::Internal).since(since),
+        account.step_with(peer, Step::DecodeSent);
+        let hand_off = match &handed_over {
+            Some(blocks) => account.trace().span("hand_off", SpanKind::Internal).since(blocks.since),
             None => Span::default(),
         };
         Box::new(Self {
+            account: account.clone(),
+            peer: Arc::clone(peer),
             metrics: Arc::clone(metrics),
             model,
             sent: Instant::now(),
             has_head: false,
+            has_body: false,
             handed_over,
             hand_off,
             decode,
@@ -59,31 +75,39 @@ impl Flow {
             chunks: 0,
             steps: Batch::default(),
             usage: Usage::default(),
-            account: account.clone(),
         })
     }
 
     /// The answer's head came.
     pub(crate) fn answered(&mut self, status: u16) {
         self.has_head = true;
+        self.account.step_with(&self.peer, Step::DecodeHead(status));
         self.metrics.took(Took::DecodeHead, self.sent.elapsed(), self.account.example());
         self.decode.say("http.response.status_code", || status);
     }
 
     /// The leg broke, in one word.
     pub(crate) fn failed(&mut self, kind: &'static str) {
+        self.account.step_with(&self.peer, Step::DecodeFailed(kind));
         self.stream.failed(kind);
         self.decode.failed(kind);
         self.hand_off.failed(kind);
     }
 
-    /// The body's first bytes came; how long after the prefill answer, if there was one.
-    pub(crate) fn came(&mut self) -> Option<Duration> {
-        let took = self.handed_over.take()?.elapsed();
-        self.metrics.took(Took::HandOver, took, self.account.example());
-        self.account.tell(|told| told.handed_over = Some(took));
-        self.hand_off = Span::default();
-        Some(took)
+    /// Bytes of the body came, the first of a stream or all of another answer; only the first ones are news.
+    pub(crate) fn came(&mut self, now: Instant, streams: bool) {
+        if std::mem::replace(&mut self.has_body, true) {
+            return;
+        }
+        self.account.step_with(&self.peer, Step::FirstByte);
+        if let Some(blocks) = self.handed_over.take() {
+            let took = now.saturating_duration_since(blocks.since);
+            // A whole answer has the time in it that its tokens took.
+            self.peer.traffic.record(&blocks.at, streams.then_some(took));
+            self.metrics.took(Took::HandOver, took, self.account.example());
+            self.account.tell(|told| told.handed_over = Some(took));
+            self.hand_off = Span::default();
+        }
     }
 
     /// The answer is a stream of events.
@@ -104,6 +128,7 @@ impl Flow {
                 self.steps.step(now.saturating_duration_since(before), &self.model.inter_token);
             }
             None => {
+                self.account.step(Step::FirstToken);
                 let took = now.saturating_duration_since(self.account.began());
                 self.model.first_token_took(took, self.account.example());
                 self.account.tell(|told| told.first_token = Some(took));
@@ -114,6 +139,7 @@ impl Flow {
 
     /// An answer that was held whole.
     pub(crate) fn whole(&mut self, answer: &[u8]) {
+        self.came(Instant::now(), false);
         self.usage.look_in(answer);
     }
 }

@@ -95,8 +95,11 @@ impl Ledger {
             let mut entries = self.entries.lock();
             (entries.remove(&key), entries.len())
         };
-        if let Some(entry) = closed {
-            self.metrics.hand_off_ended(result, entry.since.elapsed());
+        if let Some(Entry { granted: Granted { request_id, remote_request_id, .. }, decode, since, .. }) =
+            closed
+        {
+            tracing::debug!(request_id, remote_request_id, decode, ?result, "a hand-off has ended");
+            self.metrics.hand_off_ended(result, since.elapsed());
             self.metrics.hand_offs_live(live);
             self.moved.notify_waiters();
         }

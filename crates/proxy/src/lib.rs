@@ -41,6 +41,7 @@ mod timeline;
 mod trace;
 mod upstream;
 mod warm_up;
+mod wire;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

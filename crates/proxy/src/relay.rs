@@ -6,7 +6,6 @@ use std::sync::Arc;
 use bytes::Bytes;
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, Response};
-use hyper::body::Incoming;
 use tokio::time::{Instant, timeout_at};
 
 use crate::Core;
@@ -21,6 +20,7 @@ use crate::settings::Settings;
 use crate::stream::{Bounds, Events, Guards, RelayBody};
 use crate::timeline::Step;
 use crate::upstream::{Leg, X_DATA_PARALLEL_RANK, request_headers, response_headers};
+use crate::wire::EngineBody;
 
 impl Core {
     /// Turns D's answer into the client's: JSON is held whole, so that it arrives complete or not
@@ -28,7 +28,7 @@ impl Core {
     pub(crate) async fn relay(
         &self,
         settings: &Settings,
-        answer: Response<Incoming>,
+        answer: Response<EngineBody>,
         mut guards: Guards,
     ) -> Result<Response<RelayBody>, UpstreamFailure> {
         let (mut head, body) = answer.into_parts();
@@ -48,7 +48,6 @@ impl Core {
         let failure = |broken| UpstreamFailure::new(Stage::Decode, broken, Progress::Answering);
         let whole = timeout_at(ends, self.upstream.collect(Stage::Decode, body, limit)).await;
         let whole = whole.map_err(|_late| failure(Broken::Total))??;
-        guards.began(false);
         guards.flow.whole(&whole);
         guards.engine_served();
         let part = guards.part.take().filter(|_| head.status.is_success());
@@ -101,7 +100,7 @@ impl Core {
         exchange.account.tell(|told| told.decode = Some(Arc::clone(&peer)));
         let mut headers = decode_headers(&settings, exchange);
         let span = exchange.account.leg(Stage::Decode, &peer, &mut headers);
-        let mut flow = Flow::begin(&exchange.account, &self.metrics, self.metrics.other(), span, None);
+        let mut flow = Flow::begin(&exchange.account, &self.metrics, self.metrics.other(), &peer, span, None);
         let leg = |body| Leg {
             stage: Stage::Decode,
             peer: &peer,
@@ -110,7 +109,6 @@ impl Core {
             headers: headers.clone(),
             body,
         };
-        exchange.account.step_with(&peer, Step::DecodeSent);
         let head = settings.timeouts.decode_head;
         let sent = match self.upstream.send(leg(body.clone()), head).await {
             Err(failure) if failure.stale => self.upstream.send_anew(leg(body), head).await,
@@ -122,7 +120,6 @@ impl Core {
         })?;
         let status = answer.status().as_u16();
         flow.answered(status);
-        exchange.account.step_with(&peer, Step::DecodeHead(status));
         // What else an engine answers on an endpoint that is not known here may be the request's fault.
         if status == 503 {
             peer.blamed();
@@ -137,7 +134,6 @@ impl Core {
             status,
             metrics: Arc::clone(&self.metrics),
             flow,
-            from: None,
         };
         self.relay(&settings, answer, guards).await.map_err(|failure| self.engine_failed(&peer, failure))
     }

@@ -194,6 +194,9 @@ pub struct Timeouts {
     /// Longest silence of a client that is sending its request body.
     #[serde(with = "humantime_serde")]
     pub client_body: Duration,
+    /// Whole request body of a client, from its head to its last byte.
+    #[serde(with = "humantime_serde")]
+    pub client_body_whole: Duration,
     /// How long an unused kept connection to an engine stays open. Below 5 s, since vLLM's HTTP
     /// server closes at 5 s and a request sent into that close is lost.
     #[serde(with = "humantime_serde")]
@@ -211,6 +214,7 @@ impl Default for Timeouts {
             total: Duration::from_secs(7200),
             release: Duration::from_secs(5),
             client_body: Duration::from_secs(30),
+            client_body_whole: Duration::from_secs(300),
             pool_idle: Duration::from_secs(4),
         }
     }

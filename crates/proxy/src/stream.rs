@@ -11,7 +11,6 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
-use hyper::body::Incoming;
 use tokio::time::{Instant, Sleep};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
@@ -24,8 +23,8 @@ use crate::pool::peer::InFlight;
 use crate::request::Endpoint;
 use crate::request_id::RequestId;
 use crate::splice::{PromptPart, Spliced};
-use crate::timeline::Step;
 use crate::upstream::body_broken;
+use crate::wire::EngineBody;
 
 pub(crate) use events::{Events, Sight};
 pub use failure::{EventError, error_event};
@@ -57,21 +56,9 @@ pub(crate) struct Guards {
     pub(crate) metrics: Arc<Metrics>,
     /// What is measured of it.
     pub(crate) flow: Box<Flow>,
-    /// The prefill peer that handed off.
-    pub(crate) from: Option<Arc<str>>,
 }
 
 impl Guards {
-    /// The first bytes of a stream, or all of another answer, have come from the engine.
-    pub(crate) fn began(&mut self, streams: bool) {
-        self.account.step_with(&self.in_flight.peer, Step::FirstByte);
-        let Some(took) = self.flow.came() else { return };
-        if let Some(from) = &self.from {
-            // A whole answer has the time in it that its tokens took.
-            self.in_flight.peer.traffic.record(from, streams.then_some(took));
-        }
-    }
-
     /// The answer is whole as far as the client is concerned.
     fn served(&mut self) {
         self.was_read();
@@ -122,13 +109,9 @@ enum Kind {
 }
 
 struct Live {
-    body: Incoming,
+    body: EngineBody,
     guards: Guards,
     events: Option<Events>,
-    /// Its first bytes have come.
-    begun: bool,
-    /// It has shown a token.
-    shown: bool,
     /// The engine said so itself.
     failed: bool,
     idle: Duration,
@@ -147,12 +130,11 @@ impl RelayBody {
     }
 
     /// An answer passed on as it comes, `events` if it is a stream of them.
-    pub(crate) fn live(body: Incoming, guards: Guards, events: Option<Events>, bounds: Bounds) -> Self {
+    pub(crate) fn live(body: EngineBody, guards: Guards, events: Option<Events>, bounds: Bounds) -> Self {
         let Bounds { idle, ends, cut } = bounds;
         let silence = Box::pin(tokio::time::sleep_until(ends.min(Instant::now() + idle)));
         let cut = Box::pin(cut.cancelled_owned());
-        let (begun, shown, failed) = (false, false, false);
-        let live = Live { body, guards, events, begun, shown, failed, idle, ends, silence, cut };
+        let live = Live { body, guards, events, failed: false, idle, ends, silence, cut };
         Self(Kind::Live(Box::new(live)))
     }
 }
@@ -240,9 +222,7 @@ impl Live {
             return Err(Last::Broken(Broken::Total));
         }
         self.silence.as_mut().reset(self.ends.min(now + self.idle));
-        if !std::mem::replace(&mut self.begun, true) {
-            self.guards.began(true);
-        }
+        self.guards.flow.came(now, true);
         let mut tokens = false;
         let data = match &mut self.events {
             None => data,
@@ -252,9 +232,6 @@ impl Live {
                     Sight::Nothing => {}
                     Sight::Token => {
                         tokens = true;
-                        if !std::mem::replace(&mut self.shown, true) {
-                            self.guards.account.step(Step::FirstToken);
-                        }
                         self.guards.was_read();
                     }
                     // Under 200 this is how an engine says that it could not load the blocks.
@@ -327,8 +304,6 @@ impl Live {
         self.guards.metrics.upstream_failed(failure);
         self.guards.metrics.stream_broken();
         self.guards.flow.failed(broken.label());
-        let peer = &self.guards.in_flight.peer;
-        self.guards.account.step_with(peer, Step::DecodeFailed(broken.label()));
         if broken.blames_the_engine() {
             self.guards.in_flight.peer.failed(broken.label(), false);
             self.guards.in_flight.peer.blamed();

@@ -99,8 +99,8 @@ impl Core {
         let (head, answer) = match leg.answer().await {
             Ok(answered) => answered,
             Err(failure) => {
-                span.failed(failure.broken.label());
                 exchange.account.step_with(&peer, Step::PrefillFailed(failure.broken.label()));
+                span.failed(failure.broken.label());
                 return Err(PrefillFault::Broke(failure));
             }
         };

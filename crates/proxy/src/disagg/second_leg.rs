@@ -4,19 +4,18 @@
 use std::sync::Arc;
 
 use http::{Method, Response, StatusCode};
-use hyper::body::Incoming;
 
 use super::{Exchange, Order};
 use crate::Core;
 use crate::error::{Broken, ProxyError, Stage, UpstreamFailure};
-use crate::flow::Flow;
+use crate::flow::{Flow, Waiting};
 use crate::lease::Lease;
 use crate::pool::peer::{InFlight, Peer};
 use crate::relay::decode_headers;
 use crate::retry::{self, Verdict};
 use crate::stream::Guards;
-use crate::timeline::Step;
 use crate::upstream::Leg;
+use crate::wire::EngineBody;
 
 impl Core {
     /// One try of the second leg.
@@ -30,10 +29,12 @@ impl Core {
         in_flight: InFlight,
         mut lease: Option<Lease>,
         anew: bool,
-    ) -> Result<(Response<Incoming>, Guards), (UpstreamFailure, Option<Lease>)> {
+    ) -> Result<(Response<EngineBody>, Guards), (UpstreamFailure, Option<Lease>)> {
         let peer = Arc::clone(&in_flight.peer);
-        let handed_over = lease.as_ref().and_then(Lease::granted);
-        let from = lease.as_ref().and_then(Lease::prefill).map(|prefill| Arc::clone(&prefill.name));
+        let handed_over = lease.as_ref().and_then(|lease| {
+            let (since, prefill) = (lease.granted()?, lease.prefill()?);
+            Some(Waiting { since, at: Arc::clone(&prefill.name) })
+        });
         let part = lease.as_ref().and_then(Lease::part);
         exchange.account.tell(|told| {
             told.prefill = lease.as_ref().and_then(Lease::prefill).cloned();
@@ -42,7 +43,7 @@ impl Core {
         let mut headers = decode_headers(&order.settings, exchange);
         let span = exchange.account.leg(Stage::Decode, &peer, &mut headers);
         let model = exchange.account.of_model();
-        let mut flow = Flow::begin(&exchange.account, &self.metrics, model, span, handed_over);
+        let mut flow = Flow::begin(&exchange.account, &self.metrics, model, &peer, span, handed_over);
         let leg = Leg {
             stage: Stage::Decode,
             peer: &peer,
@@ -54,7 +55,6 @@ impl Core {
         if let Some(lease) = &mut lease {
             lease.dispatched(&peer);
         }
-        exchange.account.step_with(&peer, Step::DecodeSent);
         let head = order.settings.timeouts.decode_head;
         let sent =
             if anew { self.upstream.send_anew(leg, head).await } else { self.upstream.send(leg, head).await };
@@ -62,13 +62,11 @@ impl Core {
             Ok(answer) => answer,
             Err(failure) => {
                 flow.failed(failure.broken.label());
-                exchange.account.step_with(&peer, Step::DecodeFailed(failure.broken.label()));
                 let unseen = retry::after_decode(failure) == Verdict::AgainWithTheSameHandOff;
                 return Err((failure, lease.filter(|_| unseen).map(Lease::unseen)));
             }
         };
         flow.answered(answer.status().as_u16());
-        exchange.account.step_with(&peer, Step::DecodeHead(answer.status().as_u16()));
         if answer.status().is_server_error() {
             match &lease {
                 // With this status an engine also says that it could not read the blocks.
@@ -93,7 +91,6 @@ impl Core {
             status,
             metrics: Arc::clone(&self.metrics),
             flow,
-            from,
         };
         Ok((answer, guards))
     }

@@ -6,6 +6,9 @@ use super::{JsonFault, JsonFaultKind, Kind, MAX_DEPTH};
 
 const WORD_BITS: usize = u64::BITS as usize;
 
+/// Bytes of a string that are looked at one by one.
+const NEAR: usize = 32;
+
 /// What [`walk`] meets, in the order of the text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Event {
@@ -158,6 +161,15 @@ impl Scanner<'_> {
     fn string(&mut self) -> Result<bool, JsonFault> {
         let bytes = self.text.as_bytes();
         let mut at = self.at + 1;
+        // Most strings are keys: too short for a search that has to be set up.
+        let near = &bytes[at..bytes.len().min(at + NEAR)];
+        match near.iter().position(|byte| matches!(byte, b'"' | b'\\' | 0..b' ')) {
+            Some(end) if near[end] == b'"' => {
+                self.at = at + end + 1;
+                return Ok(false);
+            }
+            _ => {}
+        }
         let mut escaped = false;
         loop {
             let rest = &bytes[at..];
