@@ -27,6 +27,7 @@ mod injection;
 mod legs;
 mod logs;
 mod malformed_handoff;
+mod metrics;
 #[cfg(feature = "nixl")]
 mod nixl;
 #[cfg(not(feature = "nixl"))]

@@ -6,10 +6,8 @@ use std::time::Duration;
 
 use crate::metrics::OfModel;
 use crate::pool::peer::Peer;
+use crate::timeline::{LONGEST_MODEL, beginning};
 use crate::trace::Span;
-
-/// Longest name of a model in a line; a client's word may be as long as its body.
-const LONGEST_MODEL: usize = 128;
 
 /// The target of the line, by which a filter can tell it from others.
 pub(super) const TARGET: &str = "kvbaton::access";
@@ -75,9 +73,7 @@ fn seconds(duration: Option<Duration>) -> Option<f64> {
 impl Told {
     /// The model as the client named it, cut where that is too long.
     pub(crate) fn set_model(&mut self, name: &str) {
-        let end = name.char_indices().map(|(at, _)| at).take_while(|at| *at <= LONGEST_MODEL).last();
-        let whole = name.len() <= LONGEST_MODEL;
-        self.model = Some(name[..if whole { name.len() } else { end.unwrap_or(0) }].to_owned());
+        self.model = Some(beginning(name, LONGEST_MODEL).to_owned());
     }
 
     /// What the conventions for generative models have names for.
