@@ -57,8 +57,7 @@ impl Surface {
         if let Some(state) = &self.direct
             && let Some((endpoint, who)) = is_usual(state, &mut request)
         {
-            let answered = answer(endpoint, state.clone(), request, who);
-            return Box::pin(async move { Ok(answered.await) });
+            return Box::pin(answer(endpoint, state.clone(), request, who));
         }
         request.extensions_mut().insert(ConnectInfo(client));
         Box::pin(self.app.clone().oneshot(request))
@@ -83,7 +82,12 @@ fn is_usual(state: &State, request: &mut Request) -> Option<(Endpoint, Client)> 
     access::let_in(&state.access, &state.proxy, request).ok().map(|client| (endpoint, client))
 }
 
-async fn answer(endpoint: Endpoint, state: State, request: Request, client: Client) -> Response {
+async fn answer(
+    endpoint: Endpoint,
+    state: State,
+    request: Request,
+    client: Client,
+) -> Result<Response, Infallible> {
     let (parts, body) = request.into_parts();
     let request_id = RequestId::accept(parts.headers.get(X_REQUEST_ID));
     let header = request_id.header_value();
@@ -93,7 +97,7 @@ async fn answer(endpoint: Endpoint, state: State, request: Request, client: Clie
     let answering = forward(endpoint, state, exchange, body);
     let mut response = if span.is_disabled() { answering.await } else { answering.instrument(span).await };
     response.headers_mut().insert(X_REQUEST_ID, header);
-    response
+    Ok(response)
 }
 
 async fn forward(endpoint: Endpoint, state: State, exchange: Exchange, mut body: Body) -> Response {

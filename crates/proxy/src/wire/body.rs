@@ -84,7 +84,8 @@ impl EngineBody {
             Rest::Chunked(chunked) => {
                 let mut data = BytesMut::with_capacity(input.len());
                 let used = chunked.take(input.bytes(), &mut data);
-                let Ok(used) = used else { return Err(self.fail(WireError::Protocol)) };
+                // What breaks inside an answer has broken off, whatever the reason.
+                let Ok(used) = used else { return Err(self.fail(WireError::Reset { silent: false })) };
                 (data.freeze(), chunked.is_done().then_some(used < input.len()))
             }
         };

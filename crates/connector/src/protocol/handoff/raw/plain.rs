@@ -3,6 +3,9 @@
 
 use crate::protocol::params::BlockIds;
 
+/// Most digits of a number that is read here.
+const LONGEST: usize = 19;
+
 /// The ids in `list`, one JSON value, if it is a list of whole numbers or a list of such lists, none empty.
 pub(super) fn block_ids(list: &str) -> Option<BlockIds> {
     let mut text = Text(list.as_bytes());
@@ -49,14 +52,17 @@ impl Text<'_> {
     }
 
     fn number(&mut self) -> Option<u64> {
-        let digits = self.0.iter().take_while(|byte| byte.is_ascii_digit()).count();
-        // So many fit in any case.
-        if digits == 0 || digits > 19 {
-            return None;
+        let (mut number, mut digits) = (0_u64, 0);
+        while let Some(digit @ b'0'..=b'9') = self.0.get(digits) {
+            // So many fit in any case.
+            if digits == LONGEST {
+                return None;
+            }
+            number = number * 10 + u64::from(digit - b'0');
+            digits += 1;
         }
-        let (number, rest) = self.0.split_at(digits);
-        self.0 = rest;
-        Some(number.iter().fold(0, |value, digit| value * 10 + u64::from(digit - b'0')))
+        self.0 = &self.0[digits..];
+        (digits > 0).then_some(number)
     }
 }
 
