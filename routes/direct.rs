@@ -92,7 +92,7 @@ async fn answer(
     let request_id = RequestId::accept(parts.headers.get(X_REQUEST_ID));
     let header = request_id.header_value();
     let span = request_span(&request_id, &parts.method, parts.uri.path());
-    let account = state.proxy.account(&request_id, endpoint.label());
+    let account = state.proxy.account(&request_id, endpoint.label(), &parts.headers);
     let exchange = Exchange { request_id, headers: parts.headers, client, account };
     let answering = forward(endpoint, state, exchange, body);
     let mut response = if span.is_disabled() { answering.await } else { answering.instrument(span).await };

@@ -2,6 +2,7 @@
 //! Owns what the surface itself refuses; knows the core's errors and how clients see them.
 //! Must never show an engine's address, nor turn an error into a response anywhere else.
 
+pub(crate) mod anthropic;
 mod event;
 mod faces;
 mod operators;
@@ -19,6 +20,7 @@ use faces::{Class, Face, no_room, proxy_face};
 use operators::{peer_spec_face, registry_face, unavailable};
 
 use crate::access::NotLocal;
+use crate::log::LogFault;
 use crate::reload::NotReloaded;
 
 /// Why a request got an error from the router.
@@ -89,6 +91,10 @@ pub(crate) enum RouteError {
     NotReloadable,
     #[error(transparent)]
     NotReloaded(#[from] NotReloaded),
+    #[error("the log of this program is not its own to change")]
+    LogNotOurs,
+    #[error(transparent)]
+    Log(#[from] LogFault),
     #[error(transparent)]
     Proxy(#[from] ProxyError),
     #[error(transparent)]
@@ -129,7 +135,7 @@ struct ErrorBody {
     error: ErrorObject,
 }
 
-#[derive(Serialize)]
+#[derive(Clone, Serialize)]
 struct ErrorObject {
     message: String,
     #[serde(rename = "type")]
@@ -201,6 +207,8 @@ impl RouteError {
             Self::Loop => Face::new(StatusCode::LOOP_DETECTED, Class::Upstream, "loop_detected"),
             Self::Ambiguous => Face::invalid("ambiguous_request"),
             Self::NotReloadable => Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "not_reloadable"),
+            Self::LogNotOurs => Face::new(StatusCode::CONFLICT, Class::InvalidRequest, "log_not_adjustable"),
+            Self::Log(_) => Face::invalid("invalid_log_level").param("level"),
             Self::NotReloaded(_) => Face::invalid("invalid_settings"),
             Self::Proxy(error) => proxy_face(error),
             Self::Registry(error) => registry_face(error),
@@ -227,7 +235,9 @@ impl IntoResponse for RouteError {
             param: face.param,
             code: face.code,
         };
-        let mut response = (status, Json(ErrorBody { error })).into_response();
+        let mut response = (status, Json(ErrorBody { error: error.clone() })).into_response();
+        // For those who say it in another dialect.
+        response.extensions_mut().insert(error);
         if let Some(seconds) = face.retry {
             response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
         }

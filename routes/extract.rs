@@ -15,10 +15,11 @@ use http::request::Parts;
 use http_body_util::BodyExt;
 use kvbaton_proxy::{Client, Exchange, Proxy, RequestId};
 use serde::de::DeserializeOwned;
+use tokio::time::Instant;
 use tracing::Instrument;
 
 use crate::State;
-use crate::error::{JsonFault, RouteError};
+use crate::error::{JsonFault, RouteError, anthropic};
 
 /// The header that names one exchange on both legs, in the log and in the answer.
 pub(crate) const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -34,7 +35,11 @@ pub(crate) async fn identify(mut request: Request, next: Next) -> Response {
     let span = request_span(&id, request.method(), request.uri().path());
     let header = id.header_value();
     request.extensions_mut().insert(id);
+    let in_anthropics = anthropic::speaks(request.uri().path());
     let mut response = next.run(request).instrument(span).await;
+    if in_anthropics {
+        response = anthropic::translated(response);
+    }
     response.headers_mut().insert(X_REQUEST_ID, header);
     response
 }
@@ -51,17 +56,19 @@ pub(crate) fn exchange(mut parts: Parts, proxy: &Proxy, endpoint: &'static str) 
         .remove::<RequestId>()
         .unwrap_or_else(|| RequestId::accept(parts.headers.get(X_REQUEST_ID)));
     let client = parts.extensions.remove::<Client>().unwrap_or_default();
-    let account = proxy.account(&request_id, endpoint);
+    let account = proxy.account(&request_id, endpoint, &parts.headers);
     Exchange { request_id, headers: parts.headers, client, account }
 }
 
 // ---------------------------------------------------------------- body
 
-/// The most that one request body may be, and how long its sender may be silent.
+/// The most that one request body may be, and how long its sender may take.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BodyBound {
     pub(crate) bytes: usize,
     pub(crate) silence: Duration,
+    /// How long all of it may take.
+    pub(crate) whole: Duration,
 }
 
 /// Reads a whole body; one whose declared length is over the limit is refused unread.
@@ -75,10 +82,13 @@ pub(crate) async fn read_body(
     if declared > bound.bytes as u64 {
         return Err(too_large);
     }
+    let ends = Instant::now() + bound.whole;
     let mut first = Bytes::new();
     let mut joined = BytesMut::new();
     loop {
-        let next = tokio::time::timeout(bound.silence, body.frame()).await;
+        // Who sends a little now and then is as slow as one that is silent.
+        let until = ends.min(Instant::now() + bound.silence);
+        let next = tokio::time::timeout_at(until, body.frame()).await;
         let Some(frame) = next.map_err(|_elapsed| RouteError::BodyTimeout)? else {
             break;
         };
@@ -206,7 +216,8 @@ mod tests {
 
     use super::*;
 
-    const BOUND: BodyBound = BodyBound { bytes: 8, silence: Duration::from_secs(5) };
+    const BOUND: BodyBound =
+        BodyBound { bytes: 8, silence: Duration::from_secs(5), whole: Duration::from_secs(12) };
 
     fn chunks(parts: &'static [&'static str]) -> Body {
         let frames =
@@ -233,6 +244,18 @@ mod tests {
         >()));
         let refused = read_body(&HeaderMap::new(), silent, BOUND).await;
         assert!(matches!(refused, Err(RouteError::BodyTimeout)));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_sender_of_a_byte_now_and_then_is_given_up_too() {
+        let began = tokio::time::Instant::now();
+        let drops = futures_util::stream::unfold((), |()| async {
+            tokio::time::sleep(Duration::from_secs(4)).await;
+            Some((Ok::<_, std::io::Error>(http_body::Frame::data(Bytes::from_static(b"x"))), ()))
+        });
+        let refused = read_body(&HeaderMap::new(), Body::new(StreamBody::new(Box::pin(drops))), BOUND).await;
+        assert!(matches!(refused, Err(RouteError::BodyTimeout)));
+        assert_eq!(began.elapsed(), BOUND.whole);
     }
 
     #[test]

@@ -4,9 +4,9 @@
 use axum::Json;
 use axum::extract::State as Shared;
 use axum::response::{IntoResponse, Response};
-use http::StatusCode;
-use http::header::CONTENT_TYPE;
-use kvbaton_proxy::{METRICS_CONTENT_TYPE, Proxy, Readiness, StoreView};
+use http::header::{ACCEPT, CONTENT_TYPE};
+use http::{HeaderMap, StatusCode};
+use kvbaton_proxy::{MetricsFormat, Proxy, Readiness, StoreView};
 use serde::Serialize;
 
 /// The process answers.
@@ -36,6 +36,8 @@ pub(crate) async fn ready(Shared(proxy): Shared<Proxy>) -> (StatusCode, Json<Rea
     (status, Json(Ready { ready, counts, store: proxy.store() }))
 }
 
-pub(crate) async fn metrics(Shared(proxy): Shared<Proxy>) -> Response {
-    ([(CONTENT_TYPE, METRICS_CONTENT_TYPE)], proxy.metrics()).into_response()
+pub(crate) async fn metrics(Shared(proxy): Shared<Proxy>, headers: HeaderMap) -> Response {
+    let accept: Vec<&str> = headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok()).collect();
+    let format = MetricsFormat::accepted(Some(&accept.join(",")));
+    ([(CONTENT_TYPE, format.content_type())], proxy.metrics(format)).into_response()
 }

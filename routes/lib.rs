@@ -13,6 +13,7 @@ mod framing;
 mod health;
 mod held;
 mod keep_alive;
+mod log;
 mod observe;
 mod openai;
 mod registry;
@@ -31,6 +32,7 @@ use kvbaton_proxy::{Endpoint, Proxy};
 pub use access::{Access, CertificateNames, Credential, Duty, NotLocal, Rules, SecretDigest, SecretError};
 pub use cors::{Cors, NotAnOrigin, Origins};
 pub use direct::Surface;
+pub use log::{LogFault, LogState, Logging};
 pub use reload::{NotReloaded, Reload, Reloaded, SharedLimits};
 
 use crate::access::Gate;
@@ -50,6 +52,8 @@ pub struct State {
     pub limits: SharedLimits,
     /// Reading the settings again.
     pub reload: Reload,
+    /// What the program logs.
+    pub logging: Logging,
 }
 
 /// Bounds on what is read from clients.
@@ -61,17 +65,19 @@ pub struct Limits {
     pub payload_bytes: usize,
     /// How long a client that is sending a body may be silent before it is answered with 408.
     pub body_silence: Duration,
+    /// How long a whole request body may take to arrive.
+    pub body_whole: Duration,
     /// How often a client that waits for a stream gets a comment; zero for never.
     pub keep_alive: Duration,
 }
 
 impl Limits {
     const fn body_bound(&self) -> BodyBound {
-        BodyBound { bytes: self.body_bytes, silence: self.body_silence }
+        BodyBound { bytes: self.body_bytes, silence: self.body_silence, whole: self.body_whole }
     }
 
     fn payload_bound(&self) -> BodyBound {
-        BodyBound { bytes: self.payload_bytes.min(self.body_bytes), silence: self.body_silence }
+        BodyBound { bytes: self.payload_bytes.min(self.body_bytes), ..self.body_bound() }
     }
 }
 
@@ -205,6 +211,8 @@ pub const ENDPOINTS: &[EndpointDoc] = &[
     // The dashboard, which asks for what it shows.
     EndpointDoc::open(Method::GET, DASHBOARD_PATH, || get(dashboard::page)),
     EndpointDoc::open(Method::GET, "/dashboard/{file}", || get(dashboard::asset)),
+    EndpointDoc::guarded(Method::GET, "/admin/log", || get(log::show)),
+    EndpointDoc::guarded(Method::PUT, "/admin/log", || put(log::change)),
     // Health.
     EndpointDoc::open(Method::GET, "/livez", || get(health::live)),
     EndpointDoc::open(Method::GET, "/readyz", || get(health::ready)),

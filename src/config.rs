@@ -5,6 +5,7 @@ mod faults;
 mod health;
 mod layers;
 mod security;
+mod telemetry;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
@@ -22,6 +23,8 @@ pub use security::{
     Admin, ClientAuth, Connections, Cors, Credential, CredentialRole, EngineTls, Key, Registry, Secrets, Tls,
     secret_files,
 };
+
+pub use telemetry::{NotAHeader, Telemetry, TraceProtocol, TraceSettings};
 
 /// Longest duration of any setting; also keeps deadlines within what clocks can hold.
 const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
@@ -61,6 +64,8 @@ pub struct Config {
     pub secrets: Secrets,
     /// Log output.
     pub log: Log,
+    /// Traces of requests.
+    pub telemetry: Telemetry,
     /// Leaving in order.
     pub shutdown: Shutdown,
     /// Deadlines of the exchanges with engines.
@@ -109,6 +114,7 @@ impl Default for Config {
             engine_tls: EngineTls::default(),
             secrets: Secrets::default(),
             log: Log::default(),
+            telemetry: Telemetry::default(),
             shutdown: Shutdown::default(),
             timeouts: Timeouts::default(),
             probe: Probe::default(),
@@ -167,11 +173,13 @@ pub struct Log {
     pub format: LogFormat,
     /// What is logged, as a list of `target=level` directives or one level.
     pub level: String,
+    /// Whether each request makes a line (target `kvbaton::access`, level info).
+    pub requests: bool,
 }
 
 impl Default for Log {
     fn default() -> Self {
-        Self { format: LogFormat::Human, level: "info".to_owned() }
+        Self { format: LogFormat::Human, level: "info".to_owned(), requests: true }
     }
 }
 
@@ -219,6 +227,7 @@ impl Config {
             limits: self.limits.clone(),
             store: self.store.clone(),
             engine_tls: kvbaton_proxy::EngineTls::default(),
+            traces: kvbaton_proxy::Traces::default(),
             stream: self.stream.clone(),
             nixl: self.nixl.clone(),
             timeline: self.timeline.clone(),
@@ -253,6 +262,7 @@ impl Config {
             ("timeouts.total", self.timeouts.total),
             ("timeouts.release", self.timeouts.release),
             ("timeouts.client_body", self.timeouts.client_body),
+            ("timeouts.client_body_whole", self.timeouts.client_body_whole),
             ("probe.interval", self.probe.interval),
             ("probe.timeout", self.probe.timeout),
             ("hand_off.lease", self.hand_off.lease),
@@ -289,7 +299,7 @@ impl Config {
                 "at most limits.body_bytes; 0 hands everything off",
             );
         }
-        if let Err(error) = crate::telemetry::filter(&self.log.level) {
+        if let Err(error) = crate::telemetry::filter(&self.log.level, self.log.requests) {
             wrong("log.level", error.to_string(), "error, warn, info, debug or trace");
         }
         if self.probe.patience == 0 {
@@ -327,6 +337,7 @@ impl Config {
         }
         security::check(self, &mut wrong);
         health::check(self, &mut wrong);
+        telemetry::check(self, &mut wrong);
         if self.embeds_fleet() && (self.fleet.prefill == 0 || self.fleet.decode == 0) {
             wrong("fleet", "needs at least one engine of each role".into(), "set both counts to 1 or more");
         }

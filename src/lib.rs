@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbaton_proxy::{PeerSpec, PeerSpecError, Proxy, Role};
-use kvbaton_routes::{Cors, NotReloaded, Origins, Reloaded, SharedLimits, State};
+use kvbaton_routes::{Cors, Logging, NotReloaded, Origins, Reloaded, SharedLimits, State};
 use tokio::net::TcpListener;
 use tokio::sync::Mutex;
 use tokio_util::sync::CancellationToken;
@@ -31,6 +31,7 @@ use listeners::Listeners;
 use reload::Reloader;
 use secrets::SecretStore;
 pub use secrets::SecretsError;
+use telemetry::{CollectorFault, Exporter};
 pub use tls::{TlsError, TlsFault};
 pub use workers::Workers;
 
@@ -57,6 +58,9 @@ pub enum StartError {
     /// A certificate, token or key cannot be used.
     #[error(transparent)]
     Secrets(#[from] SecretsError),
+    /// Traces cannot be exported.
+    #[error("traces cannot be exported")]
+    Traces(#[from] CollectorFault),
     /// A simulated engine of the embedded fleet did not start.
     #[error("an embedded engine did not start")]
     Engine(#[from] engine_sim::EngineError),
@@ -69,6 +73,7 @@ pub struct App {
     secrets: SecretStore,
     embedded_token: String,
     source: Option<reload::Source>,
+    logging: Logging,
     workers: Option<Arc<Workers>>,
 }
 
@@ -93,7 +98,15 @@ impl Config {
         let embedded_token = secrets::random_secret();
         let embedded = self.embeds_fleet().then(|| fleet::credential(&embedded_token)).transpose()?;
         let secrets = SecretStore::load(&self, embedded, listeners.tls())?;
-        Ok(App { config: self, listeners, secrets, embedded_token, source: None, workers: None })
+        Ok(App {
+            config: self,
+            listeners,
+            secrets,
+            embedded_token,
+            source: None,
+            logging: Logging::default(),
+            workers: None,
+        })
     }
 }
 
@@ -114,6 +127,13 @@ impl App {
         self
     }
 
+    /// Says how the log is changed; without this it stays as it is.
+    #[must_use]
+    pub fn log_through(mut self, logging: Logging) -> Self {
+        self.logging = logging;
+        self
+    }
+
     /// Answers clients on these threads instead of on the runtime that starts the program.
     #[must_use]
     pub fn answer_on(mut self, workers: Workers) -> Self {
@@ -126,17 +146,21 @@ impl App {
     /// # Errors
     /// An engine of the settings cannot be used, or an embedded one did not start.
     pub async fn spawn(self) -> Result<Running, StartError> {
-        let Self { config, listeners, secrets, embedded_token, source, workers } = self;
+        let Self { config, listeners, secrets, embedded_token, source, logging, workers } = self;
         let secrets = Arc::new(secrets);
         let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
         let mut core = config.core();
         core.engine_tls = secrets.engine_tls();
+        let exporter = Exporter::start(&config.telemetry)?;
+        core.traces = exporter.as_ref().map(Exporter::traces).unwrap_or_default();
+        let traces = core.traces.clone();
         let proxy = Proxy::start(core, tasks.clone(), stop.clone());
         let limits = SharedLimits::from(limits(&config, &config));
         let reloader = Arc::new(Reloader {
             source,
             proxy: proxy.clone(),
             secrets: Arc::clone(&secrets),
+            traces,
             limits: limits.clone(),
             started: config.clone(),
             now: Mutex::new(config.clone()),
@@ -151,6 +175,7 @@ impl App {
             },
             limits,
             reload: reloader.endpoint(),
+            logging,
         };
         let addrs = listeners.addrs();
         let bounds = (&config.connections, config.stream.half_close);
@@ -170,7 +195,19 @@ impl App {
         for engine in &engines {
             proxy.add_peer(PeerSpec::new(engine.role, engine.engine.url()))?;
         }
-        Ok(Running { addrs, engines, proxy, config, servers, secrets, reloader, tasks, stop, workers })
+        Ok(Running {
+            addrs,
+            engines,
+            proxy,
+            config,
+            servers,
+            secrets,
+            reloader,
+            exporter,
+            tasks,
+            stop,
+            workers,
+        })
     }
 }
 
@@ -180,6 +217,7 @@ fn limits(config: &Config, started: &Config) -> kvbaton_routes::Limits {
         body_bytes: config.limits.body_bytes,
         payload_bytes: started.limits.payload_bytes,
         body_silence: config.timeouts.client_body,
+        body_whole: config.timeouts.client_body_whole,
         keep_alive: config.stream.keep_alive,
     }
 }
@@ -193,6 +231,7 @@ pub struct Running {
     servers: Vec<server::Server>,
     secrets: Arc<SecretStore>,
     reloader: Arc<Reloader>,
+    exporter: Option<Exporter>,
     tasks: TaskTracker,
     stop: CancellationToken,
     workers: Option<Arc<Workers>>,
@@ -283,7 +322,7 @@ impl Running {
     /// Leaves in order: not ready, settle, no new connections, finish what runs. Returns whether
     /// everything ended within the limit.
     pub async fn drain(self) -> bool {
-        let Self { engines, proxy, servers, reloader, tasks, stop, workers, .. } = self;
+        let Self { engines, proxy, servers, reloader, exporter, tasks, stop, workers, .. } = self;
         let config = reloader.now.lock().await.clone();
         drop(reloader);
         let deadline = tokio::time::Instant::now() + config.shutdown.limit;
@@ -312,6 +351,10 @@ impl Running {
         drop(proxy);
         tasks.close();
         let ended = tokio::time::timeout_at(deadline, tasks.wait()).await.is_ok();
+        // The last requests have told theirs by now.
+        if let Some(exporter) = exporter {
+            exporter.flush(deadline).await;
+        }
         drop(workers);
         for engine in engines {
             engine.engine.shutdown().await;

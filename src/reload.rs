@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 
-use kvbaton_proxy::{PeerSpec, Proxy};
+use kvbaton_proxy::{PeerSpec, Proxy, Traces};
 use kvbaton_routes::{NotReloaded, Reload, Reloaded, SharedLimits};
 use serde_json::Value;
 use tokio::sync::Mutex;
@@ -15,17 +15,20 @@ use crate::config::{Config, ConfigFaults};
 use crate::secrets::SecretStore;
 
 /// Settings that hold for whatever begins after they changed; a name stands for all below it.
-const APPLIED: [&str; 24] = [
+const APPLIED: [&str; 27] = [
     "timeouts.prefill",
     "timeouts.decode_head",
     "timeouts.idle",
     "timeouts.total",
     "timeouts.release",
     "timeouts.client_body",
+    "timeouts.client_body_whole",
     "probe",
     "hand_off",
     "pairing",
     "retry",
+    "breaker",
+    "admission",
     "limits.body_bytes",
     "limits.answer_bytes",
     "limits.held_bytes",
@@ -50,6 +53,8 @@ pub(crate) struct Reloader {
     pub(crate) source: Option<Source>,
     pub(crate) proxy: Proxy,
     pub(crate) secrets: Arc<SecretStore>,
+    /// Exported by a task that was started with them.
+    pub(crate) traces: Traces,
     pub(crate) limits: SharedLimits,
     /// As the program started.
     pub(crate) started: Config,
@@ -114,12 +119,10 @@ impl Reloader {
         let come: Vec<PeerSpec> = new.iter().filter(|spec| !old.contains(spec)).cloned().collect();
         let mut settings = next.core();
         settings.engine_tls = self.secrets.engine_tls();
+        settings.traces = self.traces.clone();
         // These have tasks and libraries that were started with them.
         settings.side_channel = self.started.side_channel.clone();
         settings.nixl = self.started.nixl.clone();
-        // What runs and waits is counted by these.
-        settings.admission = self.started.admission.clone();
-        settings.breaker = self.started.breaker.clone();
         let exchange = || {
             let because = |error: kvbaton_proxy::PeerChangeError| {
                 let lines =

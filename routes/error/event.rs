@@ -3,7 +3,7 @@
 use axum::body::Bytes;
 use kvbaton_proxy::{Endpoint, EventError, error_event};
 
-use super::RouteError;
+use super::{RouteError, anthropic};
 
 /// The error as the last event of a stream that has begun.
 pub(crate) fn event_of(error: &RouteError, endpoint: Endpoint) -> Bytes {
@@ -17,7 +17,10 @@ pub(crate) fn event_of(error: &RouteError, endpoint: Endpoint) -> Bytes {
     if face.status.is_server_error() {
         tracing::warn!(status = face.status.as_u16(), code = face.code, error = %error, "stream failed");
     }
-    let class = face.class.name();
+    let class = match endpoint {
+        Endpoint::Messages => anthropic::class_of(face.status),
+        _ => face.class.name(),
+    };
     error_event(endpoint, &EventError { class, code: face.code, message: &message })
 }
 

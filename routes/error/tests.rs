@@ -138,6 +138,8 @@ fn from_the_surface() -> Vec<(RouteError, u16, &'static str)> {
         (RouteError::PathNotUtf8, 400, "invalid_path"),
         (RouteError::KeyMissing, 401, "invalid_api_key"),
         (RouteError::KeyWrong, 401, "invalid_api_key"),
+        (RouteError::LogNotOurs, 409, "log_not_adjustable"),
+        (RouteError::Log(LogFault("wrong".into())), 400, "invalid_log_level"),
         (RouteError::NotReloadable, 409, "not_reloadable"),
         (RouteError::NotReloaded(NotReloaded("wrong".into())), 400, "invalid_settings"),
         (RouteError::Loop, 508, "loop_detected"),

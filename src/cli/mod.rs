@@ -1,5 +1,6 @@
 //! The command line: one file per subcommand; `serve` is the default.
 
+mod docs;
 mod engine;
 mod key;
 mod serve;
@@ -29,6 +30,9 @@ enum Command {
     Engine(Box<engine::EngineArgs>),
     /// Make API keys and tokens.
     Key(key::KeyArgs),
+    /// Print a page of the documentation that is made from the code.
+    #[command(hide = true)]
+    Docs(docs::DocsArgs),
 }
 
 #[derive(Debug, Args)]
@@ -80,6 +84,7 @@ pub fn run(cli: Cli) -> ExitCode {
         Some(Command::Serve(args)) => serve::run(args.into()),
         Some(Command::Engine(args)) => engine::run(*args),
         Some(Command::Key(args)) => key::run(&args),
+        Some(Command::Docs(args)) => docs::run(&args),
     };
     match result {
         Ok(code) => code,

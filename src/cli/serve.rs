@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use kvbaton_proxy::{OnMissing, Role};
+use kvbaton_routes::Logging;
 
 use super::{runtime, say};
 use crate::config::{Config, Flags, load};
@@ -19,15 +20,15 @@ const ECHO: Duration = Duration::from_millis(300);
 
 pub(super) fn run(flags: Flags) -> anyhow::Result<ExitCode> {
     let config = load(&flags, std::env::vars())?;
-    telemetry::start(&config.log)?;
-    runtime()?.block_on(serve(config, flags))
+    let logging = telemetry::start(&config.log)?;
+    runtime()?.block_on(serve(config, flags, logging))
 }
 
-async fn serve(config: Config, flags: Flags) -> anyhow::Result<ExitCode> {
+async fn serve(config: Config, flags: Flags, logging: Logging) -> anyhow::Result<ExitCode> {
     let mut signals = Signals::listen()?;
     let workers = Workers::start(config.connections.threads)?;
     let app = config.build().await?.reload_from(move || load(&flags, std::env::vars()));
-    let running = app.answer_on(workers).spawn().await?;
+    let running = app.log_through(logging).answer_on(workers).spawn().await?;
     if !running.ready_within(FIRST_PROBES).await {
         tracing::warn!("no pair of engines is ready yet");
     }

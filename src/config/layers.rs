@@ -105,6 +105,7 @@ fn schema() -> Table {
     sample.nixl.version = Some("1.5.1".into());
     super::security::sample(&mut sample);
     super::health::sample(&mut sample);
+    super::telemetry::sample(&mut sample);
     sample.side_channel.front.advertise = Some("host".into());
     sample.hand_off.registry_address = "host:1".parse().ok();
     let mut table = Table::try_from(sample).unwrap_or_default();

@@ -314,13 +314,17 @@ async fn unknown_paths_and_methods_have_openais_error_shape() {
 async fn the_metrics_page_is_for_prometheus() {
     let cluster = Cluster::builder().start().await;
     assert_eq!(cluster.post(COMPLETIONS, &completion(PROMPT, 2)).await.status, 200);
-    let page = cluster.get("/metrics").await;
+    let accept = [("accept", "application/openmetrics-text;version=1.0.0,text/plain;q=0.5")];
+    let page = cluster.send("GET", "/metrics", &accept, "").await;
     assert!(page.header("content-type").starts_with("application/openmetrics-text"), "{page:?}");
     let text = page.text();
     assert!(text.ends_with("# EOF\n"), "{text}");
     assert!(text.contains("# TYPE kvbaton_handoffs counter\n"), "{text}");
     assert!(text.contains("kvbaton_handoffs_total{result=\"relayed\"} 1\n"), "{text}");
     assert!(!text.contains(PROMPT) && !text.contains("127.0.0.1"), "{text}");
+    let older = cluster.get("/metrics").await;
+    assert_eq!(older.header("content-type"), "text/plain; version=0.0.4; charset=utf-8");
+    assert!(older.text().contains("# TYPE kvbaton_handoffs_total counter\n"), "{older:?}");
     cluster.finish().await;
 }
 

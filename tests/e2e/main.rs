@@ -25,7 +25,9 @@ mod handoff;
 mod health;
 mod injection;
 mod legs;
+mod logs;
 mod malformed_handoff;
+mod metrics;
 #[cfg(feature = "nixl")]
 mod nixl;
 #[cfg(not(feature = "nixl"))]
@@ -54,3 +56,4 @@ mod stream_faults;
 mod support;
 mod threads;
 mod tls;
+mod traces;

@@ -162,6 +162,47 @@ async fn engines_and_deadlines_change_under_load_and_nobody_notices() {
 }
 
 #[tokio::test]
+async fn limits_and_breakers_change_and_what_runs_stays_counted() {
+    let deployment = Deployment::start("limits").await;
+    settled(&deployment).await;
+    let (base, decode) = (&deployment.base, [&*deployment.urls[1], &*deployment.urls[2]]);
+    let request = http().post(format!("{base}{COMPLETIONS}")).header("content-type", "application/json");
+    let mut stream = request.body(body(1, 400, true).to_string()).send().await.unwrap();
+    let mut text = stream.chunk().await.unwrap().unwrap().to_vec();
+    // The one that runs takes the only place that there is now.
+    let one = "[admission]\nlongest_wait = \"0s\"\nmax_tokens = 500\n[admission.decode]\nrequests = 1\n[breaker]\nfailures = 2";
+    deployment.write(&decode, one);
+    let said = post(base, "/admin/reload", &json!({})).await.json();
+    let applied = json!([
+        "admission.decode.requests",
+        "admission.longest_wait",
+        "admission.max_tokens",
+        "breaker.failures"
+    ]);
+    assert_eq!((&said["applied"], &said["needs_restart"]), (&applied, &json!([])));
+    let busy = post(base, COMPLETIONS, &body(2, 4, false)).await;
+    assert_eq!((busy.status, &busy.json()["error"]["code"]), (429, &json!("decode_saturated")));
+    let greedy = post(base, COMPLETIONS, &body(2, 501, false)).await;
+    assert_eq!(greedy.status, 400, "{}", greedy.text());
+    deployment.write(&decode, "[admission.decode]\nrequests = 2");
+    assert_eq!(post(base, "/admin/reload", &json!({})).await.status, 200);
+    assert_eq!(post(base, COMPLETIONS, &body(2, 4, false)).await.status, 200);
+    while let Some(piece) = stream.chunk().await.unwrap() {
+        text.extend(piece);
+    }
+    let whole = single_text(COMPLETIONS, &body(1, 400, false)).await;
+    assert_eq!(stream_text(&String::from_utf8(text).unwrap()), whole);
+    // Nobody holds a place that is not there.
+    bounded("no place is taken", async {
+        let page = || async { get(base, "/metrics").await.text() };
+        while !page().await.contains("kvbaton_admission_running{stage=\"decode\"} 0") {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn a_signal_reloads_too_and_faults_change_nothing() {
     let deployment = Deployment::start("signal").await;
     settled(&deployment).await;

@@ -2,6 +2,7 @@
 //! register themselves with it. Waits are bounded; nothing sleeps for luck.
 
 mod client;
+mod collector;
 #[cfg(feature = "etcd")]
 mod etcd;
 mod fake;
@@ -22,6 +23,7 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
 pub(crate) use client::{Answer, events, http as http_client, stream_text};
+pub(crate) use collector::{Collector, Mood, attribute};
 #[cfg(feature = "etcd")]
 pub(crate) use etcd::{Etcd, EtcdTls, Gate as EtcdGate};
 pub(crate) use fake::{FakeEngine, Gate, Step, chunk, http_answer, sse_head};

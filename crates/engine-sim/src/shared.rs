@@ -39,6 +39,8 @@ pub struct EngineStats {
     pub blocks_held_for_remote: usize,
     /// Finished requests that wait for a decode engine or for the lease's end.
     pub leases: usize,
+    /// The ids of some of them.
+    pub leased: Vec<String>,
     /// Requests in the running batch.
     pub running: usize,
     /// Requests that wait, those parked for remote KV included.

@@ -1,15 +1,22 @@
 //! One request's account, from the moment it is read until its answer has gone out or its client has left:
-//! counted once and told in one line. Holds sizes and ids, never content.
+//! counted once, told in one line, and the outermost span of its trace. Holds sizes and ids, never content.
+
+mod leg;
+mod told;
 
 use std::sync::Arc;
 
+use http::HeaderMap;
 use parking_lot::Mutex;
+use tokio::time::Instant;
 
 use crate::admission::Permit;
-use crate::metrics::{Metrics, Outcome};
+use crate::metrics::{Example, Metrics, Outcome};
 use crate::pool::peer::Peer;
 use crate::request_id::RequestId;
 use crate::timeline::{Record, Step, Timelines};
+use crate::trace::{Span, Trace, Traces};
+pub(crate) use told::Told;
 
 /// A request's account; clones share it, and with the last one it is closed. Nobody having said how the
 /// request ended, its client has left.
@@ -22,17 +29,51 @@ struct Entry {
     timelines: Arc<Timelines>,
     record: Arc<Record>,
     permit: Mutex<Option<Permit>>,
+    told: Mutex<Told>,
+    trace: Trace,
+    root: Mutex<Span>,
 }
 
 impl Account {
     pub(crate) fn open(
         metrics: Arc<Metrics>,
         timelines: Arc<Timelines>,
+        traces: &Traces,
         request_id: RequestId,
         endpoint: &'static str,
+        headers: &HeaderMap,
     ) -> Self {
+        let trace = traces.begin(headers);
         let record = timelines.open(request_id, endpoint);
-        Self(Arc::new(Entry { metrics, timelines, record, permit: Mutex::default() }))
+        Self(Arc::new(Entry {
+            metrics,
+            timelines,
+            record,
+            permit: Mutex::default(),
+            told: Mutex::default(),
+            root: Mutex::new(trace.root(told::root_name(endpoint))),
+            trace,
+        }))
+    }
+
+    /// When the request's head had been read.
+    pub(crate) fn began(&self) -> Instant {
+        self.0.record.began()
+    }
+
+    /// The request's trace.
+    pub(crate) fn trace(&self) -> &Trace {
+        &self.0.trace
+    }
+
+    /// The trace that the request's durations are an example of.
+    pub(crate) fn example(&self) -> Example {
+        self.0.trace.sampled()
+    }
+
+    /// Takes in something that the line about the request is to say.
+    pub(crate) fn tell(&self, something: impl FnOnce(&mut Told)) {
+        something(&mut self.0.told.lock());
     }
 
     /// The surface answers with an error of this status. What the core has said of its reason stays.
@@ -90,34 +131,62 @@ impl Account {
 impl Drop for Entry {
     fn drop(&mut self) {
         self.timelines.close(&self.record);
-        let (outcome, status) = (self.record.outcome(), self.record.status());
-        self.metrics.request_ended(self.record.endpoint(), status, outcome);
-        tracing::info!(
-            request_id = self.record.request_id().as_str(),
-            endpoint = self.record.endpoint(),
+        let record = &self.record;
+        let (outcome, status, endpoint) = (record.outcome(), record.status(), record.endpoint());
+        let told = std::mem::take(self.told.get_mut());
+        let took = record.began().elapsed();
+        let model = told.of_model.clone().unwrap_or_else(|| self.metrics.other());
+        self.metrics.request_ended(endpoint, &model, status, outcome);
+        model.request_took(took, self.trace.sampled());
+        model.prompt_had(told.prompt_tokens.unwrap_or(0), told.cached_tokens.unwrap_or(0));
+        model.generated(told.output_tokens.unwrap_or(0));
+        let mut root = std::mem::take(self.root.get_mut());
+        if root.is_recorded() {
+            told.describe(&mut root, endpoint);
+            root.say("http.response.status_code", || status);
+            root.say("kvbaton.outcome", || outcome.label());
+            root.say("kvbaton.request_id", || record.request_id().as_str());
+            if !matches!(outcome, Outcome::Served | Outcome::ClientError) {
+                root.failed(outcome.label());
+            }
+        }
+        drop(root);
+        told.log(&told::Line {
+            request_id: record.request_id().as_str(),
+            trace_id: self.trace.id(),
+            endpoint,
             status,
-            outcome = outcome.label(),
-            bytes = self.record.sent_bytes(),
-            seconds = self.record.began().elapsed().as_secs_f64(),
-            "request ended"
-        );
+            outcome: outcome.label(),
+            sent: record.sent_bytes(),
+            took,
+        });
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::metrics::MetricsFormat;
 
     fn closed(tell: impl FnOnce(&Account)) -> String {
         let metrics = Metrics::new();
-        let account =
-            Account::open(Arc::clone(&metrics), Timelines::new(1), RequestId::accept(None), "completions");
+        let account = Account::open(
+            Arc::clone(&metrics),
+            Timelines::new(1),
+            &Traces::default(),
+            RequestId::accept(None),
+            "completions",
+            &HeaderMap::new(),
+        );
         let other = account.clone();
         tell(&account);
         drop(account);
-        assert!(!metrics.encode().contains("kvbaton_requests_total{"), "the other holder may still tell");
+        assert!(
+            !metrics.encode(MetricsFormat::OpenMetrics).contains("kvbaton_requests_total{"),
+            "the other holder may still tell"
+        );
         drop(other);
-        let page = metrics.encode();
+        let page = metrics.encode(MetricsFormat::OpenMetrics);
         let line = page.lines().find(|line| line.starts_with("kvbaton_requests_total{"));
         line.unwrap_or_default().to_owned()
     }

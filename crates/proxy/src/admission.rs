@@ -1,14 +1,15 @@
 //! Whether a request may run now, must wait for its turn, or is told when to come again: before any
 //! engine has work with it. Holds no lock over an await; whoever stops waiting leaves no trace.
 
+mod named;
 mod queue;
 mod rate;
 mod settings;
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use http::HeaderMap;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
@@ -17,13 +18,14 @@ use tokio::time::{Instant, timeout};
 use crate::Core;
 use crate::disagg::Exchange;
 use crate::error::{ProxyError, Stage};
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, Took};
 use crate::request::{BadRequest, ClientRequest};
 use crate::settings::{OnMissing, Settings};
+use crate::trace::SpanKind;
 
+use named::Named;
 pub(crate) use queue::Counts;
 use queue::{Ask, Full, NONE, Offer, Order, Queue, Refusal, ScopeId, Scopes, ids};
-use settings::Bounds;
 pub use settings::{AdmissionSettings, NamedLimits, StageLimits};
 
 /// Says how urgent a request is: a whole number, lower first, as in vLLM's own `priority`.
@@ -113,51 +115,57 @@ const DECODE: ScopeId = 1;
 #[derive(Debug)]
 pub(crate) struct Admission {
     queue: Mutex<Queue<oneshot::Sender<()>>>,
-    models: HashMap<String, ScopeId>,
-    keys: HashMap<String, ScopeId>,
-    per_engine: [usize; 2],
-    requests: [usize; 2],
-    longest_wait: Duration,
+    rules: ArcSwap<Rules>,
     metrics: Arc<Metrics>,
+}
+
+/// Which limits there are.
+#[derive(Debug)]
+struct Rules {
+    named: Named,
+    stages: [StageLimits; 2],
+    longest_wait: Duration,
+}
+
+impl Rules {
+    fn new(settings: &AdmissionSettings, named: Named) -> Self {
+        let stages = [settings.prefill.clone(), settings.decode.clone()];
+        Self { named, stages, longest_wait: settings.longest_wait }
+    }
 }
 
 impl Admission {
     pub(crate) fn new(settings: &AdmissionSettings, metrics: Arc<Metrics>) -> Arc<Self> {
-        let mut bounds = vec![Bounds::from(&settings.prefill), Bounds::from(&settings.decode)];
-        let mut named = |all: &[NamedLimits]| -> HashMap<String, ScopeId> {
-            let mut ids = HashMap::new();
-            for limits in all {
-                if let Ok(id) = ScopeId::try_from(bounds.len()) {
-                    bounds.push(Bounds::from(limits));
-                    ids.insert(limits.name.clone(), id);
-                }
-            }
-            ids
-        };
-        let (models, keys) = (named(&settings.models), named(&settings.keys));
-        Arc::new(Self {
-            queue: Mutex::new(Queue::new(&bounds, settings.waiting, settings.longest_wait, Instant::now())),
-            models,
-            keys,
-            per_engine: [settings.prefill.per_engine, settings.decode.per_engine],
-            requests: [settings.prefill.requests, settings.decode.requests],
-            longest_wait: settings.longest_wait,
-            metrics,
-        })
+        let (named, bounds) = Named::default().with(settings);
+        let queue = Queue::new(&bounds, settings.waiting, settings.longest_wait, Instant::now());
+        let rules = ArcSwap::from_pointee(Rules::new(settings, named));
+        Arc::new(Self { queue: Mutex::new(queue), rules, metrics })
+    }
+
+    /// Takes over other limits: for who comes, and for who waits where there are more places now. Who runs
+    /// stays counted.
+    pub(crate) fn reload(&self, settings: &AdmissionSettings, engines: impl Fn(Stage) -> usize) {
+        let (named, mut bounds) = self.rules.load().named.with(settings);
+        for stage in [Stage::Prefill, Stage::Decode] {
+            let bound = &mut bounds[usize::from(scope_of(stage))];
+            let limits = if stage == Stage::Prefill { &settings.prefill } else { &settings.decode };
+            bound.requests = limits.places(engines(stage)).unwrap_or_default();
+        }
+        let mut woken = Vec::new();
+        let (waiting, longest_wait) = (settings.waiting, settings.longest_wait);
+        self.queue.lock().rebound(&bounds, waiting, longest_wait, Instant::now(), &mut woken);
+        self.rules.store(Arc::new(Rules::new(settings, named)));
+        tell(woken);
     }
 
     /// Takes in how many engines of a stage are open to new requests.
     pub(crate) fn resize(&self, stage: Stage, engines: impl FnOnce() -> usize) {
-        let per_engine = self.per_engine[stage as usize];
-        if per_engine == 0 {
+        let rules = self.rules.load();
+        let limits = &rules.stages[stage as usize];
+        if limits.per_engine == 0 {
             return;
         }
-        // None at all is another matter than too many requests.
-        let places = per_engine.saturating_mul(engines().max(1));
-        let places = match self.requests[stage as usize] {
-            0 => places,
-            most => places.min(most),
-        };
+        let Some(places) = limits.places(engines()) else { return };
         let mut woken = Vec::new();
         self.queue.lock().resize(scope_of(stage), places, &mut woken);
         tell(woken);
@@ -176,8 +184,9 @@ impl Admission {
             Offer::Refused(refusal) => return Err(self.refused(refusal, None)),
             Offer::Waits(order) => Waiting { admission: self, scopes: ask.scopes, order: Some(order) },
         };
-        let came = timeout(self.longest_wait, receiver).await;
-        self.metrics.waited(began.elapsed().as_secs_f64());
+        let longest_wait = self.rules.load().longest_wait;
+        let came = timeout(longest_wait, receiver).await;
+        self.metrics.took(Took::Wait, began.elapsed(), None);
         let mut queue = self.queue.lock();
         let order = waiting.order.take();
         let late = came.is_err() && order.is_some_and(|order| queue.withdraw(ask.scopes, order));
@@ -198,7 +207,7 @@ impl Admission {
         let scope = match refusal.scope {
             PREFILL => BusyScope::Stage(Stage::Prefill),
             DECODE => BusyScope::Stage(Stage::Decode),
-            id if self.models.values().any(|model| *model == id) => BusyScope::Model,
+            id if self.rules.load().named.is_model(id) => BusyScope::Model,
             _ => BusyScope::Key,
         };
         let reason = reason.unwrap_or(match refusal.full {
@@ -325,12 +334,14 @@ impl Core {
         }
         admission.resize(Stage::Prefill, || self.pool.ready(Stage::Prefill));
         admission.resize(Stage::Decode, || self.pool.ready(Stage::Decode));
-        let model = request.and_then(|request| admission.models.get(request.model()));
-        let key = exchange.client.key.as_deref().and_then(|key| admission.keys.get(key));
+        let rules = admission.rules.load();
+        let model = request.and_then(|request| rules.named.model(request.model()));
+        let key = exchange.client.key.as_deref().and_then(|key| rules.named.key(key));
+        drop(rules);
         let mut scopes = [NONE; 4];
-        let of = [(two_legs && !no_prefill).then_some(&PREFILL), Some(&DECODE), model, key];
+        let of = [(two_legs && !no_prefill).then_some(PREFILL), Some(DECODE), model, key];
         for (place, scope) in scopes.iter_mut().zip(of.into_iter().flatten()) {
-            *place = *scope;
+            *place = scope;
         }
         let ask = Ask {
             scopes,
@@ -342,7 +353,13 @@ impl Core {
             tokens: request.map_or(0, |request| request.prompt_bytes().div_ceil(BYTES_PER_TOKEN) as u64),
             client: exchange.client.key.clone(),
         };
-        let permit = admission.enter(&ask).await.map_err(ProxyError::Busy)?;
+        let (began, mut span) = (Instant::now(), exchange.account.trace().span("queue", SpanKind::Internal));
+        let entered = admission.enter(&ask).await;
+        exchange.account.tell(|told| told.waited = Some(began.elapsed()));
+        let permit = entered.map_err(|busy| {
+            span.failed(busy.reason.label());
+            ProxyError::Busy(busy)
+        })?;
         exchange.account.hold(permit);
         Ok(())
     }

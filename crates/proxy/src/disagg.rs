@@ -85,10 +85,21 @@ impl Core {
         body: Bytes,
     ) -> Result<Order, ProxyError> {
         self.retries.deposit();
-        let (settings, bytes) = (self.settings(), body.len());
+        let bytes = body.len();
+        exchange.account.tell(|told| {
+            told.received = bytes;
+            told.key.clone_from(&exchange.client.key);
+        });
+        let settings = self.settings();
         let request = ClientRequest::parse(endpoint, body, settings.hand_off.client_injected);
         let read = request.map_err(ProxyError::from).and_then(|request| {
             exchange.client.check_model(request.model())?;
+            let of_model = self.metrics.of_model(request.model(), || self.pool.serves(request.model()));
+            exchange.account.tell(|told| {
+                told.set_model(request.model());
+                told.of_model = Some(of_model);
+                told.is_stream = request.wants_stream();
+            });
             settings.admission.check_size(&request)?;
             let (model, stream) = (request.model(), request.wants_stream());
             exchange.account.read(model, stream, bytes, exchange.client.key.as_ref());
@@ -124,12 +135,13 @@ impl Core {
         exchange: &Exchange,
     ) -> Result<Response<RelayBody>, Stopped> {
         let settings = &order.settings;
-        let mut tries = Tries::new(&settings.retry);
+        let mut tries = Tries::new(&settings.retry, exchange.account.clone());
         self.pool.learn(&self.registry);
         self.admit(settings, Some(&order.request), exchange).await?;
         exchange.account.step(Step::Admitted);
         // D first: without one, a prefill would only strand blocks.
-        let mut in_flight = self.choose_decode(order, &tries)?;
+        let choose = || self.choose_decode(order, &tries);
+        let mut in_flight = exchange.account.choosing(Stage::Decode, choose)?;
         exchange.account.step_with(&in_flight.peer, Step::DecodeChosen);
         let mut lease = self.hand_off(order, exchange, &in_flight.peer, &mut tries).await?;
         exchange.account.prefilled();

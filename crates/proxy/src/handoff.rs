@@ -22,6 +22,8 @@ pub(crate) struct HandedOff {
     pub(crate) engine_id: String,
     pub(crate) remote_request_id: String,
     pub(crate) blocks: usize,
+    /// The tokens of the prompt as its engine counts them.
+    pub(crate) prompt_tokens: Option<u64>,
     pub(crate) generation: Generation,
     pub(crate) mode: TransferMode,
     /// Where its engine's side channel is, and what else the router must know to ask there.
@@ -86,6 +88,7 @@ pub(crate) fn accept(
         engine_id: hand_off.remote_engine_id.to_string(),
         remote_request_id: hand_off.remote_request_id.to_string(),
         blocks: hand_off.remote_block_ids.total(),
+        prompt_tokens: answer.prompt_tokens,
         generation: if flat { Generation::V2 } else { Generation::V14 },
         mode: hand_off.transfer_mode.unwrap_or(TransferMode::Pull),
         channel: NamedChannel {

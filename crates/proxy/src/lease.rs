@@ -8,6 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
 use http::{Method, StatusCode};
 use kv_connector::protocol::params::{Generation, TransferMode};
 use tokio::time::Instant;
@@ -166,6 +168,9 @@ impl Lease {
                 decode.knows_engine(&hold.hand_off.engine_id);
                 health::was_read(&hold.prefill, decode);
             }
+            let bytes = hold.origin.as_ref().map_or(0, |engine| engine.bytes_per_block());
+            let blocks = hold.hand_off.blocks;
+            hold.core.metrics.handed_over(blocks, bytes.saturating_mul(blocks as u64));
             hold.core.ledger.close(hold.key, HandOffResult::Relayed);
         }
     }
@@ -183,6 +188,21 @@ impl Drop for Lease {
         let tasks = hold.core.tasks.clone();
         tasks.spawn(hold.release());
     }
+}
+
+/// How the first of several tries worked that does.
+async fn first_way<T>(running: &mut FuturesUnordered<T>) -> Option<Way>
+where
+    T: Future<Output = Result<Result<Way, NotReleased>, tokio::time::error::Elapsed>>,
+{
+    while let Some(tried) = running.next().await {
+        match tried {
+            Ok(Ok(way)) => return Some(way),
+            Ok(Err(error)) => tracing::debug!(%error, "release refused"),
+            Err(_late) => tracing::debug!("release not answered"),
+        }
+    }
+    None
 }
 
 /// Why one try to release a hand-off failed.
@@ -218,7 +238,9 @@ impl Hold {
                 self.core.ledger.close(self.key, HandOffResult::EngineGone);
                 return;
             }
-            if let Some(way) = self.free(pause == RELEASE_PAUSE).await {
+            let mut came_back = std::pin::pin!(self.core.pool.came_back.notified());
+            came_back.as_mut().enable();
+            if let Some(way) = self.free().await {
                 self.core.ledger.close(self.key, HandOffResult::Released(way));
                 return;
             }
@@ -234,6 +256,7 @@ impl Hold {
             tokio::select! {
                 () = self.core.stop.cancelled() => return,
                 () = tokio::time::sleep(pause) => {}
+                () = came_back => {}
             }
             if self.granted.elapsed() >= self.lasts {
                 return;
@@ -243,43 +266,53 @@ impl Hold {
     }
 
     /// The way that worked, the cheapest one tried first.
-    async fn free(&self, hurried: bool) -> Option<Way> {
+    async fn free(&self) -> Option<Way> {
         if self.notify().await {
             return Some(Way::Notification);
         }
-        self.try_peers(hurried).await
+        self.try_peers().await
     }
 
-    /// Tries the engine that the hand-off was meant for first: it has most likely shaken hands
-    /// with the prefill engine before, so that its word goes out at once. It may also be the one that
-    /// hangs, so that at first none is waited for long.
-    async fn try_peers(&self, hurried: bool) -> Option<Way> {
+    /// The decode engines that can release it, the likeliest first: the one that it was meant for, then
+    /// those that have shaken hands with the prefill engine before, whose word goes out at once. One that
+    /// cannot read from it may answer all the same, having computed the prompt itself.
+    fn releasers(&self) -> Vec<Arc<Peer>> {
+        self.core.pool.learn(&self.core.registry);
+        let is_meant = |peer: &Arc<Peer>| self.decode.as_ref().is_some_and(|meant| Arc::ptr_eq(peer, meant));
+        let mut peers = self.core.pool.ready_peers(Stage::Decode);
+        peers.retain(|peer| is_meant(peer) || self.core.pool.fits(&self.prefill, peer));
+        // Whoever is sent a hand-off can read the blocks.
+        peers.retain(|peer| peer.may_have(Some(self.order.model())));
+        peers.sort_by_key(|peer| (!is_meant(peer), !peer.has_met(&self.hand_off.engine_id)));
+        peers.truncate(RELEASE_TRIES);
+        peers
+    }
+
+    /// Asks one decode engine after the other, each after the one before it has had a short time: that one
+    /// may hang, or only be busy.
+    async fn try_peers(&self) -> Option<Way> {
         if self.hand_off.mode == TransferMode::Push {
             return None;
         }
-        let mut peers = self.core.pool.ready_peers(Stage::Decode);
-        if let Some(meant) = &self.decode {
-            peers.sort_by_key(|peer| !Arc::ptr_eq(peer, meant));
-        }
         let deadline = self.order.settings.timeouts.release;
-        for peer in peers.iter().take(RELEASE_TRIES) {
+        let mut running = FuturesUnordered::new();
+        for peer in self.releasers() {
             // A stranger to P has a handshake to make.
-            let hurry = if peer.has_met(&self.hand_off.engine_id) { 5 } else { 2 };
-            let patience = if hurried { deadline / hurry } else { deadline };
-            match tokio::time::timeout(patience, self.try_peer(peer)).await {
-                Ok(Ok(way)) => return Some(way),
-                Ok(Err(error)) => tracing::debug!(peer = %peer.id, %error, "release refused"),
-                Err(_late) => tracing::debug!(peer = %peer.id, "release not answered"),
+            let head_start = deadline / if peer.has_met(&self.hand_off.engine_id) { 10 } else { 5 };
+            running.push(tokio::time::timeout(deadline, self.try_peer(peer)));
+            if let Ok(Some(way)) = tokio::time::timeout(head_start, first_way(&mut running)).await {
+                return Some(way);
             }
         }
-        None
+        first_way(&mut running).await
     }
 
     /// The current generation's server tells P of a refusal inside its handler; the word goes out
     /// with the engine's next step, unless it must shake hands with P first: then it waits for a
     /// request that makes the engine step again. So a stranger to P, like version 2, which never
     /// tells P of a refusal, is rather asked to read the blocks for one token.
-    async fn try_peer(&self, peer: &Arc<Peer>) -> Result<Way, NotReleased> {
+    async fn try_peer(&self, peer: Arc<Peer>) -> Result<Way, NotReleased> {
+        let peer = &peer;
         let _in_flight = peer.enter();
         let acquainted = peer.has_met(&self.hand_off.engine_id);
         let newest = self.hand_off.generation == Generation::V14;

@@ -93,10 +93,13 @@ impl Ledger {
     pub(crate) fn close(&self, key: u64, result: HandOffResult) {
         let (closed, live) = {
             let mut entries = self.entries.lock();
-            (entries.remove(&key).is_some(), entries.len())
+            (entries.remove(&key), entries.len())
         };
-        if closed {
-            self.metrics.hand_off_ended(result);
+        if let Some(Entry { granted: Granted { request_id, remote_request_id, .. }, decode, since, .. }) =
+            closed
+        {
+            tracing::debug!(request_id, remote_request_id, decode, ?result, "a hand-off has ended");
+            self.metrics.hand_off_ended(result, since.elapsed());
             self.metrics.hand_offs_live(live);
             self.moved.notify_waiters();
         }
@@ -105,22 +108,35 @@ impl Ledger {
     /// Drops the stranded entries whose lease has ended and returns how many there were.
     pub(crate) fn sweep(&self) -> usize {
         let now = Instant::now();
-        let (expired, live) = {
+        let mut held = Vec::new();
+        let live = {
             let mut entries = self.entries.lock();
-            let before = entries.len();
             entries.retain(|_, entry| {
-                entry.state != HandOffState::Stranded || now < entry.since + entry.granted.lease
+                let stays = entry.state != HandOffState::Stranded || now < entry.since + entry.granted.lease;
+                if !stays {
+                    held.push(now - entry.since);
+                }
+                stays
             });
-            (before - entries.len(), entries.len())
+            entries.len()
         };
-        for _ in 0..expired {
-            self.metrics.hand_off_ended(HandOffResult::Expired);
+        let expired = held.len();
+        for held in held {
+            self.metrics.hand_off_ended(HandOffResult::Expired, held);
         }
         self.metrics.hand_offs_live(live);
         if expired > 0 {
             self.moved.notify_waiters();
         }
         expired
+    }
+
+    /// How many blocks the live hand-offs hold, and how old the oldest one is.
+    pub(crate) fn held(&self) -> (usize, Duration) {
+        let entries = self.entries.lock();
+        let oldest = entries.values().map(|entry| entry.since).min();
+        let blocks = entries.values().map(|entry| entry.granted.blocks).sum();
+        (blocks, oldest.map(|since| since.elapsed()).unwrap_or_default())
     }
 
     /// How many live hand-offs a peer granted or was sent.

@@ -11,6 +11,7 @@ mod dial;
 mod disagg;
 mod error;
 mod fleet;
+mod flow;
 mod handoff;
 mod held;
 pub mod json;
@@ -37,6 +38,7 @@ pub mod splice;
 mod store;
 mod stream;
 mod timeline;
+mod trace;
 mod upstream;
 mod warm_up;
 mod wire;
@@ -62,7 +64,7 @@ pub use held::{Held, Share};
 pub use kv_connector::fit::EngineTraits;
 pub use kv_connector::protocol::params::{Generation, TransferMode};
 pub use ledger::{HandOffState, HandOffView};
-pub use metrics::METRICS_CONTENT_TYPE;
+pub use metrics::{MetricDoc, MetricsFormat, metric_docs, metrics_table};
 pub use notify::NotifyView;
 pub use pool::{
     Authorization, BreakerSettings, BreakerState, EngineLoadView, HealthView, ModelList, OperatorState,
@@ -89,6 +91,7 @@ pub use side_channel::settings::{FrontSettings, NotPorts, PortRange, ReadSideCha
 pub use store::{StoreFault, StoreKind, StoreSettings, StoreView};
 pub use stream::{EventError, RelayBody, RelayError, error_event};
 pub use timeline::{RequestFacts, RequestTimeline, RequestView, StepView};
+pub use trace::{Sampling, SpanKind, SpanRecord, SpanValue, TraceCounts, Traces};
 
 use ledger::Ledger;
 use metrics::Metrics;
@@ -190,11 +193,13 @@ impl Proxy {
         proxy
     }
 
-    /// Opens the account of one request; `endpoint` is its name in metrics and must be one of few.
+    /// Opens the account of one request with these headers; `endpoint` is its name in metrics and must be one
+    /// of few.
     #[must_use]
-    pub fn account(&self, request_id: &RequestId, endpoint: &'static str) -> Account {
+    pub fn account(&self, request_id: &RequestId, endpoint: &'static str, headers: &HeaderMap) -> Account {
         let (metrics, timelines) = (Arc::clone(&self.core.metrics), Arc::clone(&self.core.timelines));
-        Account::open(metrics, timelines, request_id.clone(), endpoint)
+        let traces = &self.core.settings().traces;
+        Account::open(metrics, timelines, traces, request_id.clone(), endpoint, headers)
     }
 
     /// The last requests, the newest first and at most so many; only running or only ended ones if asked.
@@ -334,7 +339,9 @@ impl Proxy {
     /// # Errors
     /// It cannot be used, its id or address is another's, or the store is away.
     pub async fn register_engine(&self, registration: Registration) -> Result<Receipt, RegistryError> {
-        self.core.store.register(registration).await
+        let done = self.core.store.register(registration).await;
+        self.core.metrics.registry_called("register", &done);
+        done
     }
 
     /// Takes one rank's payload for all routers.
@@ -348,7 +355,9 @@ impl Proxy {
         rank: Rank,
         payload: Bytes,
     ) -> Result<Registered, RegistryError> {
-        self.core.store.put_rank(writer, engine_id, rank, payload).await
+        let done = self.core.store.put_rank(writer, engine_id, rank, payload).await;
+        self.core.metrics.registry_called("rank", &done);
+        done
     }
 
     /// Takes an engine's sign of life for all routers; also while the store is away.
@@ -362,7 +371,9 @@ impl Proxy {
         engine_id: &str,
         heartbeat: &Heartbeat,
     ) -> Result<Receipt, RegistryError> {
-        self.core.store.heartbeat(writer, engine_id, heartbeat).await
+        let done = self.core.store.heartbeat(writer, engine_id, heartbeat).await;
+        self.core.metrics.registry_called("heartbeat", &done);
+        done
     }
 
     /// Lets an engine leave, everywhere; whether it was known.
@@ -370,7 +381,9 @@ impl Proxy {
     /// # Errors
     /// It is another credential's, or the store is away.
     pub async fn remove_engine(&self, writer: &Writer, engine_id: &str) -> Result<bool, RegistryError> {
-        self.core.store.remove(writer, engine_id).await
+        let done = self.core.store.remove(writer, engine_id).await;
+        self.core.metrics.registry_called("remove", &done);
+        done
     }
 
     /// How the store is that routers share.
@@ -379,14 +392,21 @@ impl Proxy {
         self.core.store.view()
     }
 
-    /// The metrics page, of type [`METRICS_CONTENT_TYPE`].
+    /// The metrics page.
     #[must_use]
-    pub fn metrics(&self) -> String {
+    pub fn metrics(&self, format: MetricsFormat) -> String {
         self.core.ledger.sweep();
         self.core.metrics.store(&self.core.store.view());
         self.core.metrics.held_bytes(self.core.held.bytes());
         self.core.count_fleet();
         self.core.admission.count();
-        self.core.metrics.encode()
+        if let Some(counts) = self.core.settings().traces.counts() {
+            self.core.metrics.traces(counts);
+        }
+        let (blocks, oldest) = self.core.ledger.held();
+        self.core.metrics.leases(blocks, oldest);
+        self.core.metrics.registry(&self.core.registry.snapshot());
+        self.core.metrics.pairs(self.core.pool.count_pairs());
+        self.core.metrics.encode(format)
     }
 }

@@ -55,7 +55,7 @@ fn fleet(world: &World) -> (Proxy, TaskTracker, CancellationToken) {
 async fn ask(proxy: Proxy, stream: bool, tokens: usize) -> Result<bool, String> {
     let body = format!(r#"{{"model":"sim","prompt":"a prompt","max_tokens":{tokens},"stream":{stream}}}"#);
     let request_id = RequestId::accept(None);
-    let account = proxy.account(&request_id, "completions");
+    let account = proxy.account(&request_id, "completions", &HeaderMap::new());
     let exchange = Exchange { request_id, headers: HeaderMap::new(), client: Client::default(), account };
     let order = proxy.read(Endpoint::Completions, &exchange, Bytes::from(body)).map_err(|e| e.to_string())?;
     let Ok(response) = proxy.serve(order, exchange).await else { return Ok(false) };

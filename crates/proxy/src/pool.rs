@@ -40,6 +40,7 @@ use pairing::{ByAddress, Identity};
 pub use peer::{Authorization, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Role, is_host};
 use peer::{InFlight, Peer};
 pub use standing::Restarts;
+use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use crate::client::ModelScope;
@@ -101,10 +102,12 @@ pub(crate) struct Pool {
     learning: Mutex<()>,
     /// Whose turn it is to warm a peer up.
     pub(crate) warming: Turn,
+    /// Told when a peer answers that did not.
+    pub(crate) came_back: Notify,
     /// The registry's revision, and the count of wishes to learn anew, that the matrix is of.
     learnt: [AtomicU64; 2],
     wishes: AtomicU64,
-    breaker: BreakerSettings,
+    breaker: ArcSwap<BreakerSettings>,
     dials: Option<Dials>,
 }
 
@@ -112,7 +115,7 @@ impl Pool {
     pub(crate) fn new(pairing: Pairing, breaker: BreakerSettings, dials: Dials) -> Self {
         Self {
             pairing: ArcSwap::from_pointee(pairing),
-            breaker,
+            breaker: ArcSwap::from_pointee(breaker),
             dials: Some(dials),
             wishes: AtomicU64::new(1),
             ..Self::default()
@@ -125,10 +128,19 @@ impl Pool {
         self.relearn();
     }
 
+    /// Other settings of all breakers from now on; what they have counted stays.
+    pub(crate) fn set_breaker(&self, settings: &BreakerSettings) {
+        let _changing = self.changes.lock();
+        self.breaker.store(Arc::new(settings.clone()));
+        for peer in self.snapshot.load().all() {
+            peer.health.tune(settings.clone());
+        }
+    }
+
     /// A new peer whose health is watched as the settings say.
     fn watched(&self, mut peer: Peer) -> Peer {
         let dial = self.dials.as_ref().map(|dials| dials.of(peer.authority()));
-        peer.health = Arc::new(Health::new(self.breaker.clone(), dial));
+        peer.health = Arc::new(Health::new(BreakerSettings::clone(&self.breaker.load()), dial));
         peer
     }
 
@@ -329,7 +341,7 @@ impl Pool {
         let mut sound: Vec<&Arc<Peer>> =
             ready.iter().copied().filter(|peer| peer.health.is_sound(now)).collect();
         // Where so many fail, the cause is hardly theirs, and the others could not carry it all.
-        if (sound.len() as f64) < self.breaker.floor * ready.len() as f64 {
+        if (sound.len() as f64) < self.breaker.load().floor * ready.len() as f64 {
             sound.clear();
         }
         let least_busy = |among: &[&Arc<Peer>], lists: &dyn Fn(&Peer) -> bool| {
@@ -391,6 +403,16 @@ impl Pool {
         let (snapshot, matrix) = (self.snapshot.load(), self.matrix.load());
         let pairs = snapshot.prefill.iter().flat_map(|p| snapshot.decode.iter().map(move |d| (p, d)));
         pairs.filter_map(|(prefill, decode)| matrix.view(prefill, decode)).collect()
+    }
+
+    /// How many pairs there are of each verdict, used or not.
+    pub(crate) fn count_pairs(&self) -> HashMap<(&'static str, bool), usize> {
+        self.matrix.load().counts()
+    }
+
+    /// Whether any peer lists a model.
+    pub(crate) fn serves(&self, model: &str) -> bool {
+        self.snapshot.load().all().any(|peer| peer.serves(model))
     }
 
     /// The peers of a stage that answer, whether they get new requests or not.

@@ -13,6 +13,7 @@ use crate::answer::{for_client, is_binary, is_type};
 use crate::client;
 use crate::disagg::Exchange;
 use crate::error::{Broken, Progress, ProxyError, Stage, UpstreamFailure};
+use crate::flow::Flow;
 use crate::metrics::Outcome;
 use crate::request::{Endpoint, pass_through_body};
 use crate::settings::Settings;
@@ -36,6 +37,9 @@ impl Core {
         let limit = settings.limits.answer_bytes;
         let is_stream = is_type(&head.headers, b"text/event-stream");
         if is_stream || is_binary(&head.headers) {
+            if is_stream {
+                guards.flow.streams();
+            }
             let share = self.held.share();
             let events = is_stream.then(|| Events::new(guards.endpoint, guards.part.take(), share, limit));
             let bounds = Bounds { idle: self.upstream.idle(), ends, cut: self.cut.clone() };
@@ -44,7 +48,7 @@ impl Core {
         let failure = |broken| UpstreamFailure::new(Stage::Decode, broken, Progress::Answering);
         let whole = timeout_at(ends, self.upstream.collect(Stage::Decode, body, limit)).await;
         let whole = whole.map_err(|_late| failure(Broken::Total))??;
-        guards.began(false);
+        guards.flow.whole(&whole);
         guards.engine_served();
         let part = guards.part.take().filter(|_| head.status.is_success());
         if head.status.is_success() {
@@ -77,6 +81,10 @@ impl Core {
         exchange: &Exchange,
         body: Bytes,
     ) -> Result<Response<RelayBody>, ProxyError> {
+        exchange.account.tell(|told| {
+            told.received = body.len();
+            told.key.clone_from(&exchange.client.key);
+        });
         exchange.client.check_body(&body)?;
         let settings = self.settings();
         let whole = body.clone();
@@ -86,25 +94,32 @@ impl Core {
         self.pool.learn(&self.registry);
         // Engines of a credential for certain models get no request of which that is not known.
         let model = if self.pool.has_bound() { client::only_model(&whole) } else { None };
-        let in_flight = self.pool.choose(Stage::Decode, model.as_deref(), &[], |_| true)?;
+        let choose = || self.pool.choose(Stage::Decode, model.as_deref(), &[], |_| true);
+        let in_flight = exchange.account.choosing(Stage::Decode, choose)?;
         let peer = Arc::clone(&in_flight.peer);
+        exchange.account.tell(|told| told.decode = Some(Arc::clone(&peer)));
+        let mut headers = decode_headers(&settings, exchange);
+        let span = exchange.account.leg(Stage::Decode, &peer, &mut headers);
+        let mut flow = Flow::begin(&exchange.account, &self.metrics, self.metrics.other(), &peer, span, None);
         let leg = |body| Leg {
             stage: Stage::Decode,
             peer: &peer,
             method: method.clone(),
             path: path_and_query.as_str(),
-            headers: decode_headers(&settings, exchange),
+            headers: headers.clone(),
             body,
         };
-        exchange.account.step_with(&peer, Step::DecodeSent);
         let head = settings.timeouts.decode_head;
         let sent = match self.upstream.send(leg(body.clone()), head).await {
             Err(failure) if failure.stale => self.upstream.send_anew(leg(body), head).await,
             sent => sent,
         };
-        let answer = sent.map_err(|failure| self.engine_failed(&peer, failure))?;
+        let answer = sent.map_err(|failure| {
+            flow.failed(failure.broken.label());
+            self.engine_failed(&peer, failure)
+        })?;
         let status = answer.status().as_u16();
-        exchange.account.step_with(&peer, Step::DecodeHead(status));
+        flow.answered(status);
         // What else an engine answers on an endpoint that is not known here may be the request's fault.
         if status == 503 {
             peer.blamed();
@@ -118,8 +133,7 @@ impl Core {
             account: exchange.account.clone(),
             status,
             metrics: Arc::clone(&self.metrics),
-            handed_over: None,
-            from: None,
+            flow,
         };
         self.relay(&settings, answer, guards).await.map_err(|failure| self.engine_failed(&peer, failure))
     }

@@ -42,6 +42,8 @@ impl Proxy {
         core.upstream.set_idle(settings.timeouts.idle);
         core.held.resize(settings.limits.held_bytes);
         core.retries.replace(settings.retry.clone());
+        core.pool.set_breaker(&settings.breaker);
+        core.admission.reload(&settings.admission, |stage| core.pool.ready(stage));
         core.pool.set_pairing(settings.pairing.clone());
         let adopts = settings.pairing.adopt_registered;
         core.settings.store(Arc::new(settings));

@@ -14,6 +14,7 @@ use crate::registry_address::RegistryAddress;
 use crate::request::InjectedHandOff;
 use crate::side_channel::settings::SideChannelSettings;
 use crate::store::StoreSettings;
+use crate::trace::Traces;
 
 /// What the core needs to know to serve requests.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -42,6 +43,9 @@ pub struct Settings {
     /// TLS to engines, made of files that the core does not read.
     #[serde(skip)]
     pub engine_tls: EngineTls,
+    /// Where traces go.
+    #[serde(skip)]
+    pub traces: Traces,
     /// How answers are streamed.
     pub stream: Streaming,
     /// The NIXL library.
@@ -190,6 +194,9 @@ pub struct Timeouts {
     /// Longest silence of a client that is sending its request body.
     #[serde(with = "humantime_serde")]
     pub client_body: Duration,
+    /// Whole request body of a client, from its head to its last byte.
+    #[serde(with = "humantime_serde")]
+    pub client_body_whole: Duration,
     /// How long an unused kept connection to an engine stays open. Below 5 s, since vLLM's HTTP
     /// server closes at 5 s and a request sent into that close is lost.
     #[serde(with = "humantime_serde")]
@@ -207,6 +214,7 @@ impl Default for Timeouts {
             total: Duration::from_secs(7200),
             release: Duration::from_secs(5),
             client_body: Duration::from_secs(30),
+            client_body_whole: Duration::from_secs(300),
             pool_idle: Duration::from_secs(4),
         }
     }

@@ -16,13 +16,13 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 use crate::account::Account;
 use crate::error::{Broken, Progress, Stage, UpstreamFailure};
+use crate::flow::Flow;
 use crate::lease::Lease;
 use crate::metrics::{Metrics, Outcome};
 use crate::pool::peer::InFlight;
 use crate::request::Endpoint;
 use crate::request_id::RequestId;
 use crate::splice::{PromptPart, Spliced};
-use crate::timeline::Step;
 use crate::upstream::body_broken;
 use crate::wire::EngineBody;
 
@@ -54,25 +54,11 @@ pub(crate) struct Guards {
     /// The answer's status.
     pub(crate) status: u16,
     pub(crate) metrics: Arc<Metrics>,
-    /// When the prefill answer came, until the first byte of this one.
-    pub(crate) handed_over: Option<Instant>,
-    /// The prefill peer that handed off.
-    pub(crate) from: Option<Arc<str>>,
+    /// What is measured of it.
+    pub(crate) flow: Box<Flow>,
 }
 
 impl Guards {
-    /// The first bytes of a stream, or all of another answer, have come from the engine.
-    pub(crate) fn began(&mut self, streams: bool) {
-        self.account.step_with(&self.in_flight.peer, Step::FirstByte);
-        let Some(since) = self.handed_over.take() else { return };
-        let took = since.elapsed();
-        self.metrics.hand_over_took(took.as_secs_f64());
-        if let Some(from) = &self.from {
-            // A whole answer has the time in it that its tokens took.
-            self.in_flight.peer.traffic.record(from, streams.then_some(took));
-        }
-    }
-
     /// The answer is whole as far as the client is concerned.
     fn served(&mut self) {
         self.was_read();
@@ -126,10 +112,6 @@ struct Live {
     body: EngineBody,
     guards: Guards,
     events: Option<Events>,
-    /// Its first bytes have come.
-    begun: bool,
-    /// It has shown a token.
-    shown: bool,
     /// The engine said so itself.
     failed: bool,
     idle: Duration,
@@ -152,8 +134,7 @@ impl RelayBody {
         let Bounds { idle, ends, cut } = bounds;
         let silence = Box::pin(tokio::time::sleep_until(ends.min(Instant::now() + idle)));
         let cut = Box::pin(cut.cancelled_owned());
-        let (begun, shown, failed) = (false, false, false);
-        let live = Live { body, guards, events, begun, shown, failed, idle, ends, silence, cut };
+        let live = Live { body, guards, events, failed: false, idle, ends, silence, cut };
         Self(Kind::Live(Box::new(live)))
     }
 }
@@ -241,9 +222,8 @@ impl Live {
             return Err(Last::Broken(Broken::Total));
         }
         self.silence.as_mut().reset(self.ends.min(now + self.idle));
-        if !std::mem::replace(&mut self.begun, true) {
-            self.guards.began(true);
-        }
+        self.guards.flow.came(now, true);
+        let mut tokens = false;
         let data = match &mut self.events {
             None => data,
             Some(events) => {
@@ -251,9 +231,7 @@ impl Live {
                 match sight {
                     Sight::Nothing => {}
                     Sight::Token => {
-                        if !std::mem::replace(&mut self.shown, true) {
-                            self.guards.account.step(Step::FirstToken);
-                        }
+                        tokens = true;
                         self.guards.was_read();
                     }
                     // Under 200 this is how an engine says that it could not load the blocks.
@@ -268,6 +246,7 @@ impl Live {
                 data
             }
         };
+        self.guards.flow.passed(now, &data, tokens);
         self.guards.account.sent(data.len());
         if self.events.as_ref().is_some_and(Events::is_finished) {
             // Clients may leave at the mark without waiting for the body's end.
@@ -309,6 +288,7 @@ impl Live {
             Last::Broken(broken) => self.broke(broken),
             Last::Cut => {
                 self.guards.lease = None;
+                self.guards.flow.failed("cut");
                 self.guards.account.ended(Outcome::Cut, self.guards.status);
                 self.guards.metrics.stream_cut();
                 Some(match self.events {
@@ -323,8 +303,7 @@ impl Live {
         let failure = UpstreamFailure::new(Stage::Decode, broken, Progress::Answering);
         self.guards.metrics.upstream_failed(failure);
         self.guards.metrics.stream_broken();
-        let peer = &self.guards.in_flight.peer;
-        self.guards.account.step_with(peer, Step::DecodeFailed(broken.label()));
+        self.guards.flow.failed(broken.label());
         if broken.blames_the_engine() {
             self.guards.in_flight.peer.failed(broken.label(), false);
             self.guards.in_flight.peer.blamed();

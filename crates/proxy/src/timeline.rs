@@ -25,7 +25,7 @@ const MOST_STEPS: usize = 64;
 const USUAL_STEPS: usize = 14;
 
 /// Longest name of a model that is kept, in bytes.
-const LONGEST_MODEL: usize = 128;
+pub(crate) const LONGEST_MODEL: usize = 128;
 
 /// How many running requests may be moved on to make room for a new one.
 const MOST_MOVED: usize = 16;
@@ -200,7 +200,7 @@ impl Record {
 }
 
 /// As much of a text as fits into so many bytes.
-fn beginning(text: &str, bytes: usize) -> &str {
+pub(crate) fn beginning(text: &str, bytes: usize) -> &str {
     let mut end = bytes.min(text.len());
     while !text.is_char_boundary(end) {
         end -= 1;

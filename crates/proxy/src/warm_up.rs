@@ -144,7 +144,8 @@ fn request(model: &str) -> Result<ClientRequest, BadRequest> {
 
 fn common_model(prefill: &Peer, decode: &Peer) -> Option<String> {
     let models = Arc::clone(&prefill.observed.read().models);
-    models.iter().map(|served| &served.id).find(|model| decode.serves(model)).cloned()
+    let both_may = |model: &str| prefill.may_have(Some(model)) && decode.may_have(Some(model));
+    models.iter().map(|served| &served.id).find(|model| decode.serves(model) && both_may(model)).cloned()
 }
 
 async fn exercise(core: &Arc<Core>, prefill: &Arc<Peer>, decode: &Arc<Peer>) -> Result<(), NotWarm> {

@@ -169,7 +169,26 @@ async fn health_says_what_is_the_case() {
     assert_eq!(ready.json(), counts);
     let metrics = surface.ask(Ask::get("/metrics").sent_from("10.0.0.9:1")).await;
     assert_eq!(metrics.status, 200);
-    assert_eq!(metrics.header("content-type"), kvbaton_proxy::METRICS_CONTENT_TYPE);
+    assert_eq!(metrics.header("content-type"), kvbaton_proxy::MetricsFormat::Prometheus.content_type());
     let text = String::from_utf8(metrics.body.to_vec()).unwrap();
     assert!(text.contains("kvbaton_handoffs"), "{text}");
+}
+
+#[tokio::test]
+async fn errors_are_told_in_the_dialect_of_the_endpoint() {
+    let surface = Surface::new();
+    let messages = r#"{"model":"m","max_tokens":1,"messages":[{"role":"user","content":"hi"}]}"#;
+    for (body, status, class) in [(messages, 503, "overloaded_error"), ("[]", 400, "invalid_request_error")] {
+        let answer = surface.ask(Ask::post("/v1/messages").json(body)).await;
+        assert_eq!(answer.status, status);
+        let value = answer.json();
+        assert_eq!((&value["type"], &value["error"]["type"]), (&"error".into(), &class.into()), "{value}");
+        assert!(value["error"]["message"].as_str().is_some_and(|text| !text.is_empty()), "{value}");
+    }
+    let absent = surface.ask(Ask::get("/v1/messages/nothing")).await.json();
+    assert_eq!((&absent["type"], &absent["error"]["type"]), (&"error".into(), &"not_found_error".into()));
+    let responses =
+        surface.ask(Ask::post("/v1/responses").json(r#"{"model":"m","input":"hi"}"#)).await.json();
+    assert_eq!((&responses["type"], &responses["error"]["type"]), (&().into(), &"unavailable_error".into()));
+    assert_eq!(responses["error"]["param"], serde_json::Value::Null);
 }

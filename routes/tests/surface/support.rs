@@ -10,8 +10,8 @@ use http::{HeaderMap, Method, Request, Response, StatusCode};
 use http_body_util::BodyExt;
 use kvbaton_proxy::{ModelScope, Proxy, Settings};
 use kvbaton_routes::{
-    Access, CertificateNames, Cors, Credential, Duty, Limits, Mounts, Origins, Reload, Rules, SecretDigest,
-    State, Surface as Listener, app,
+    Access, CertificateNames, Cors, Credential, Duty, Limits, Logging, Mounts, Origins, Reload, Rules,
+    SecretDigest, State, Surface as Listener, app,
 };
 use serde_json::{Value, json};
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -59,6 +59,7 @@ impl Surface {
             body_bytes: BODY_BYTES,
             payload_bytes: 16 * 1024,
             body_silence: Duration::from_secs(5),
+            body_whole: Duration::from_secs(60),
             keep_alive: Duration::ZERO,
         };
         let origins: Vec<String> = origins.iter().map(|origin| (*origin).to_owned()).collect();
@@ -69,6 +70,7 @@ impl Surface {
             cors,
             limits: limits.into(),
             reload: Reload::default(),
+            logging: Logging::default(),
         };
         let (router, listener) = (app(state.clone(), mounts), Listener::new(state, mounts));
         Self { router, listener, proxy, _stop: stop.drop_guard() }
@@ -211,11 +213,14 @@ impl Answer {
         self.headers.get(name).map_or("", |value| value.to_str().unwrap())
     }
 
-    /// Asserts an error in OpenAI's shape and gives its message.
+    /// Asserts an error in OpenAI's shape and gives its message. In Anthropic's, it has one member more.
     pub(crate) fn expect_error(&self, status: u16, class: &str, param: Option<&str>, code: &str) -> String {
-        let body = self.json();
+        let mut body = self.json();
         assert_eq!(self.status.as_u16(), status, "{body}");
         assert_eq!(self.header("content-type"), "application/json");
+        if body["type"] == "error" {
+            body.as_object_mut().unwrap().remove("type");
+        }
         let message = body["error"]["message"].as_str().unwrap().to_owned();
         let expected = json!({"error": {"message": message, "type": class, "param": param, "code": code}});
         assert_eq!(body, expected);

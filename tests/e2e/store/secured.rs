@@ -46,7 +46,7 @@ async fn knows(router: &Running, id: &str) -> bool {
 
 /// Sends etcd an administrator's word.
 async fn tell(etcd: &Etcd, authority: &Authority, path: &str, body: Value) {
-    let wire = TlsWire::connect(etcd.address(), authority, None).await.unwrap();
+    let wire = TlsWire::connect_in(etcd.address(), authority, None, &[b"http/1.1"]).await.unwrap();
     let (status, answer) = wire.ask_abrupt(&format!("POST /v3/{path}"), &body.to_string()).await.unwrap();
     assert_eq!(status, 200, "{path}: {answer}");
 }

@@ -142,6 +142,16 @@ impl TlsWire {
         trusted: &Authority,
         shown: Option<&Identity>,
     ) -> std::io::Result<Self> {
+        Self::connect_in(addr, trusted, shown, &[b"h2", b"http/1.1"]).await
+    }
+
+    /// As [`TlsWire::connect`] in one of these protocols.
+    pub(crate) async fn connect_in(
+        addr: SocketAddr,
+        trusted: &Authority,
+        shown: Option<&Identity>,
+        protocols: &[&[u8]],
+    ) -> std::io::Result<Self> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let builder = ClientConfig::builder_with_provider(provider)
             .with_protocol_versions(rustls::ALL_VERSIONS)
@@ -153,7 +163,7 @@ impl TlsWire {
                 builder.with_client_auth_cert(vec![identity.der()], identity.private()).unwrap()
             }
         };
-        config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+        config.alpn_protocols = protocols.iter().map(|protocol| protocol.to_vec()).collect();
         let tcp = TcpStream::connect(addr).await?;
         let name = ServerName::try_from("127.0.0.1").unwrap();
         let connecting = TlsConnector::from(Arc::new(config)).connect(name, tcp);

@@ -17,22 +17,43 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 pub(crate) struct Program {
     pub(crate) child: Child,
     lines: mpsc::Receiver<String>,
+    /// What it logs, where that is kept.
+    log: Option<mpsc::Receiver<String>>,
 }
 
 impl Program {
     pub(crate) fn start(args: &[&str], env: &[(&str, &str)]) -> Self {
+        Self::start_with(args, env, false)
+    }
+
+    /// As [`Program::start`], and keeps the log for [`Program::log_until`].
+    pub(crate) fn start_logging(args: &[&str], env: &[(&str, &str)]) -> Self {
+        Self::start_with(args, env, true)
+    }
+
+    fn start_with(args: &[&str], env: &[(&str, &str)], logs: bool) -> Self {
         let mut command = Command::new(BINARY);
         command.args(args).env_clear().env("PATH", std::env::var("PATH").unwrap());
-        command.envs(env.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::inherit());
-        let mut child = command.spawn().unwrap();
-        let out = BufReader::new(child.stdout.take().unwrap());
-        let (sender, lines) = mpsc::channel();
-        std::thread::spawn(move || {
-            for line in out.lines().map_while(Result::ok) {
-                let _ = sender.send(line);
-            }
+        command.envs(env.iter().copied()).stdout(Stdio::piped()).stderr(if logs {
+            Stdio::piped()
+        } else {
+            Stdio::inherit()
         });
-        Self { child, lines }
+        let mut child = command.spawn().unwrap();
+        let lines = lines_of(child.stdout.take().unwrap());
+        let log = child.stderr.take().map(lines_of);
+        Self { child, lines, log }
+    }
+
+    /// All lines of the log until the condition holds; each line is given once.
+    pub(crate) fn log_until(&self, holds: impl Fn(&[String]) -> bool) -> Vec<String> {
+        let (end, mut log) = (Instant::now() + PATIENCE, Vec::new());
+        while !holds(&log) {
+            let left = end.saturating_duration_since(Instant::now());
+            let line = self.log.as_ref().unwrap().recv_timeout(left);
+            log.push(line.unwrap_or_else(|_| panic!("not in the log: {log:#?}")));
+        }
+        log
     }
 
     /// The first line that contains the mark.
@@ -76,6 +97,16 @@ impl Drop for Program {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+fn lines_of(out: impl std::io::Read + Send + 'static) -> mpsc::Receiver<String> {
+    let (sender, lines) = mpsc::channel();
+    std::thread::spawn(move || {
+        for line in BufReader::new(out).lines().map_while(Result::ok) {
+            let _ = sender.send(line);
+        }
+    });
+    lines
 }
 
 /// Runs the program to its end.

@@ -36,6 +36,9 @@ use transfer::HandshakeOutcome;
 /// How long a step without anything to compute waits before transfers are looked at again.
 const IDLE_STEP: Duration = Duration::from_millis(1);
 
+/// Most leases that a reading names.
+const SHOWN_LEASES: usize = 4;
+
 /// What ends an engine core.
 #[derive(Debug, Error)]
 enum CoreDeath {
@@ -348,15 +351,14 @@ impl Core {
     fn publish(&self) {
         let count = |state: State| self.requests.values().filter(|request| request.state == state).count();
         let parked = count(State::WaitingForRemoteKv);
-        let leased: Vec<&Request> = self
-            .requests
-            .values()
-            .filter(|request| request.state == State::Finished && request.is_prefill_leg)
-            .collect();
+        let is_leased = |request: &Request| request.state == State::Finished && request.is_prefill_leg;
+        let leased: Vec<(&String, &Request)> =
+            self.requests.iter().filter(|(_, request)| is_leased(request)).collect();
         let mut stats = self.shared.stats.lock();
         stats.blocks_held = self.pool.used();
-        stats.blocks_held_for_remote = leased.iter().map(|request| request.blocks.len()).sum();
+        stats.blocks_held_for_remote = leased.iter().map(|(_, request)| request.blocks.len()).sum();
         stats.leases = leased.len();
+        stats.leased = leased.iter().take(SHOWN_LEASES).map(|(id, _)| (*id).clone()).collect();
         stats.running = self.running.len();
         stats.waiting = self.waiting.len();
         stats.waiting_for_remote_kv = parked;

@@ -67,6 +67,32 @@ struct Scope {
 }
 
 impl Scope {
+    fn new(bounds: Bounds, now: Instant) -> Self {
+        Self {
+            bounds,
+            places: bounds.places(),
+            running: 0,
+            waiting: 0,
+            waiting_tokens: 0,
+            bucket: Bucket::new(bounds.rate, bounds.burst, now),
+            service: Service::default(),
+            parked: BTreeSet::new(),
+        }
+    }
+
+    /// Other bounds for what comes from now on; who runs and who waits stays counted.
+    fn rebound(&mut self, bounds: Bounds, now: Instant) {
+        if (bounds.rate, bounds.burst) != (self.bounds.rate, self.bounds.burst) {
+            let spent = self.bucket.as_mut().map(|bucket| bucket.spent(now));
+            self.bucket = Bucket::new(bounds.rate, bounds.burst, now);
+            if let (Some(bucket), Some(spent)) = (&mut self.bucket, spent) {
+                bucket.spend(spent);
+            }
+        }
+        self.bounds = bounds;
+        self.places = bounds.places();
+    }
+
     fn has_room(&self) -> bool {
         self.running < self.places
     }
@@ -128,18 +154,8 @@ pub(crate) struct Queue<T> {
 
 impl<T> Queue<T> {
     pub(crate) fn new(bounds: &[Bounds], most_waiting: usize, longest_wait: Duration, now: Instant) -> Self {
-        let scopes = bounds.iter().map(|bounds| Scope {
-            bounds: *bounds,
-            places: if bounds.requests == 0 { usize::MAX } else { bounds.requests },
-            running: 0,
-            waiting: 0,
-            waiting_tokens: 0,
-            bucket: Bucket::new(bounds.rate, bounds.burst, now),
-            service: Service::default(),
-            parked: BTreeSet::new(),
-        });
         Self {
-            scopes: scopes.collect(),
+            scopes: bounds.iter().map(|bounds| Scope::new(*bounds, now)).collect(),
             lanes: HashMap::new(),
             waiting: 0,
             most_waiting,
@@ -211,6 +227,26 @@ impl<T> Queue<T> {
         }
         for scope in ids(scopes) {
             self.wake(scope, woken);
+        }
+    }
+
+    /// Takes over other bounds, of more scopes than before too; those that may run now are put into `woken`.
+    pub(crate) fn rebound(
+        &mut self,
+        bounds: &[Bounds],
+        most_waiting: usize,
+        longest_wait: Duration,
+        now: Instant,
+        woken: &mut Vec<T>,
+    ) {
+        (self.most_waiting, self.longest_wait) = (most_waiting, longest_wait);
+        for (scope, bounds) in self.scopes.iter_mut().zip(bounds) {
+            scope.rebound(*bounds, now);
+        }
+        let new = bounds.get(self.scopes.len()..).unwrap_or_default();
+        self.scopes.extend(new.iter().map(|bounds| Scope::new(*bounds, now)));
+        for id in 0..self.scopes.len() {
+            self.wake(id as ScopeId, woken);
         }
     }
 

@@ -35,6 +35,17 @@ impl Bucket {
         }
     }
 
+    /// How many have come that are still counted.
+    pub(crate) fn spent(&mut self, now: Instant) -> f64 {
+        let _ = self.wait(now);
+        self.burst - self.level
+    }
+
+    /// So many have come under another rate; as far as this one can count them.
+    pub(crate) fn spend(&mut self, spent: f64) {
+        self.level = (self.level - spent).max(0.0);
+    }
+
     /// One came.
     pub(crate) fn take(&mut self) {
         self.level -= 1.0;

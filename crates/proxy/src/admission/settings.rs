@@ -63,6 +63,19 @@ pub struct StageLimits {
     pub burst: u32,
 }
 
+impl StageLimits {
+    /// How many may run on so many engines; none for no bound. None at all that is open is another matter
+    /// than too many requests.
+    pub(crate) fn places(&self, engines: usize) -> Option<usize> {
+        let of_engines = self.per_engine.saturating_mul(engines.max(1));
+        match (self.requests, of_engines) {
+            (0, 0) => None,
+            (places, 0) | (0, places) => Some(places),
+            (requests, of_engines) => Some(requests.min(of_engines)),
+        }
+    }
+}
+
 /// Limits of one model or API key.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -89,6 +102,13 @@ pub(crate) struct Bounds {
     pub(crate) waiting_tokens: u64,
     pub(crate) rate: f64,
     pub(crate) burst: u32,
+}
+
+impl Bounds {
+    /// How many may run.
+    pub(crate) const fn places(&self) -> usize {
+        if self.requests == 0 { usize::MAX } else { self.requests }
+    }
 }
 
 impl From<&StageLimits> for Bounds {

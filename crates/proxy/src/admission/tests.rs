@@ -96,3 +96,77 @@ fn priorities_are_whole_numbers_within_bounds() {
     assert_eq!(of("high"), Err(BadRequest::Priority));
     assert_eq!(priority(&HeaderMap::new(), None), Ok(0));
 }
+
+fn counted(admission: &Admission, scope: ScopeId) -> (usize, usize) {
+    let counts = admission.queue.lock().counts(scope);
+    (counts.running, counts.waiting)
+}
+
+#[tokio::test(start_paused = true)]
+async fn other_limits_hold_at_once_and_whoever_runs_stays_counted() {
+    let admission = admission(1, Duration::from_secs(10));
+    let first = admission.enter(&ask()).await.unwrap();
+    let second = waiting(&admission);
+    let third = waiting(&admission);
+    let limits = |requests, per_engine| AdmissionSettings {
+        decode: StageLimits { requests, per_engine, ..StageLimits::default() },
+        ..AdmissionSettings::default()
+    };
+    admission.reload(&limits(5, 2), |_| 1);
+    assert_eq!(counts(&admission), (2, 1), "one more runs, on the one engine");
+    admission.resize(Stage::Decode, || 2);
+    assert_eq!(counts(&admission), (3, 0));
+    admission.reload(&limits(1, 0), |_| 2);
+    drop((first, second.await.unwrap()));
+    assert_eq!(counts(&admission), (1, 0));
+    let busy = waiting(&admission);
+    assert_eq!(counts(&admission), (1, 1), "as many run as may now");
+    admission.reload(&limits(0, 0), |_| 2);
+    drop((busy.await.unwrap(), third.await.unwrap()));
+    assert_eq!(counts(&admission), (0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_name_keeps_its_scope_while_others_come_and_go() {
+    let limits = |names: &[&str], requests| AdmissionSettings {
+        keys: names
+            .iter()
+            .map(|name| NamedLimits { name: (*name).to_owned(), requests, ..NamedLimits::default() })
+            .collect(),
+        ..AdmissionSettings::default()
+    };
+    let admission = Admission::new(&limits(&["a", "b"], 1), Metrics::new());
+    let scope = |name| admission.rules.load().named.key(name);
+    let b = scope("b").unwrap();
+    let of_b = Ask { scopes: [DECODE, b, NONE, NONE], ..ask() };
+    let permit = admission.enter(&of_b).await.unwrap();
+    admission.reload(&limits(&["c", "b"], 1), |_| 1);
+    assert_eq!((scope("a"), scope("b")), (None, Some(b)));
+    assert!(scope("c").is_some_and(|c| c != b && c > b));
+    assert_eq!(counted(&admission, b), (1, 0));
+    let busy = admission.enter(&of_b).await.unwrap_err();
+    assert_eq!((busy.scope, busy.reason), (BusyScope::Key, BusyReason::Late));
+    admission.reload(&limits(&[], 1), |_| 1);
+    assert_eq!(scope("b"), None);
+    let _other = admission.enter(&of_b).await.unwrap();
+    drop(permit);
+    assert_eq!(counted(&admission, b), (1, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn another_rate_does_not_forget_who_came() {
+    let limits = |rate, burst| AdmissionSettings {
+        decode: StageLimits { rate, burst, ..StageLimits::default() },
+        ..AdmissionSettings::default()
+    };
+    let admission = Admission::new(&limits(1.0, 4), Metrics::new());
+    for _ in 0..3 {
+        drop(admission.enter(&ask()).await.unwrap());
+    }
+    admission.reload(&limits(0.5, 4), |_| 1);
+    drop(admission.enter(&ask()).await.unwrap());
+    let busy = admission.enter(&ask()).await.unwrap_err();
+    assert_eq!((busy.reason, busy.after), (BusyReason::Rate, Duration::from_secs(2)));
+    admission.reload(&limits(0.0, 0), |_| 1);
+    assert!(admission.enter(&ask()).await.is_ok());
+}

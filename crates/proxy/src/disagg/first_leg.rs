@@ -14,6 +14,7 @@ use crate::answer::relay_whole;
 use crate::error::{HandOffRefusal, ProxyError, Stage};
 use crate::lease::Lease;
 use crate::made_by::MadeBy;
+use crate::metrics::Took;
 use crate::pool::peer::{InFlight, Peer};
 use crate::prefill::PrefillLeg;
 use crate::request::BypassReason;
@@ -50,7 +51,7 @@ impl Core {
         }
         let mut failed = None;
         loop {
-            let in_flight = match choose(tries) {
+            let in_flight = match exchange.account.choosing(Stage::Prefill, || choose(tries)) {
                 Ok(in_flight) => in_flight,
                 Err(nobody) => return self.without_prefill(failed.unwrap_or(nobody), order, exchange),
             };
@@ -89,7 +90,9 @@ impl Core {
         let peer = Arc::clone(&in_flight.peer);
         tries.prefills += 1;
         let request_id = exchange.request_id.of_try(tries.prefills);
-        let headers = request_headers(&exchange.headers, &request_id);
+        let mut headers = request_headers(&exchange.headers, &request_id);
+        exchange.account.tell(|told| told.prefill = Some(Arc::clone(&peer)));
+        let mut span = exchange.account.leg(Stage::Prefill, &peer, &mut headers);
         let began = Instant::now();
         let mut leg = PrefillLeg::start(self, in_flight, order, &exchange.request_id, headers, tries.resent);
         exchange.account.step_with(&peer, Step::PrefillSent);
@@ -97,11 +100,14 @@ impl Core {
             Ok(answered) => answered,
             Err(failure) => {
                 exchange.account.step_with(&peer, Step::PrefillFailed(failure.broken.label()));
+                span.failed(failure.broken.label());
                 return Err(PrefillFault::Broke(failure));
             }
         };
         exchange.account.step_with(&peer, Step::PrefillAnswered(head.status().as_u16()));
-        self.metrics.prefill_took(began.elapsed().as_secs_f64());
+        self.metrics.took(Took::Prefill, began.elapsed(), exchange.account.example());
+        exchange.account.tell(|told| told.prefilled = Some(began.elapsed()));
+        span.say("http.response.status_code", || head.status().as_u16());
         if head.status().is_client_error() {
             if head.status() != StatusCode::TOO_MANY_REQUESTS {
                 peer.succeeded();
@@ -118,6 +124,11 @@ impl Core {
         }
         let refused = match self.granted_by(&peer, order, &head, &answer) {
             Ok(hand_off) => {
+                exchange.account.tell(|told| {
+                    told.prompt_tokens = hand_off.prompt_tokens;
+                    told.cached_tokens = hand_off.part.cached_tokens;
+                });
+                span.say("kvbaton.blocks", || hand_off.blocks);
                 self.metrics.decided("disaggregated", "pair");
                 exchange.account.step_with(&peer, Step::HandedOff(hand_off.blocks as u64));
                 self.side_channel_named(&peer, &hand_off);
@@ -128,6 +139,7 @@ impl Core {
             }
             Err(refused) => refused,
         };
+        span.failed(refused.refusal.label());
         peer.failed(&format!("hand-off {}", refused.refusal.label()), false);
         peer.blamed();
         if let Some(unused) = refused.unused {

@@ -4,17 +4,16 @@
 use std::sync::Arc;
 
 use http::{Method, Response, StatusCode};
-use tokio::time::Instant;
 
 use super::{Exchange, Order};
 use crate::Core;
 use crate::error::{Broken, ProxyError, Stage, UpstreamFailure};
+use crate::flow::{Flow, Waiting};
 use crate::lease::Lease;
 use crate::pool::peer::{InFlight, Peer};
 use crate::relay::decode_headers;
 use crate::retry::{self, Verdict};
 use crate::stream::Guards;
-use crate::timeline::Step;
 use crate::upstream::Leg;
 use crate::wire::EngineBody;
 
@@ -32,35 +31,42 @@ impl Core {
         anew: bool,
     ) -> Result<(Response<EngineBody>, Guards), (UpstreamFailure, Option<Lease>)> {
         let peer = Arc::clone(&in_flight.peer);
-        let handed_over = lease.as_ref().and_then(Lease::granted);
-        let from = lease.as_ref().and_then(Lease::prefill).map(|prefill| Arc::clone(&prefill.name));
+        let handed_over = lease.as_ref().and_then(|lease| {
+            let (since, prefill) = (lease.granted()?, lease.prefill()?);
+            Some(Waiting { since, at: Arc::clone(&prefill.name) })
+        });
         let part = lease.as_ref().and_then(Lease::part);
+        exchange.account.tell(|told| {
+            told.prefill = lease.as_ref().and_then(Lease::prefill).cloned();
+            told.decode = Some(Arc::clone(&peer));
+        });
+        let mut headers = decode_headers(&order.settings, exchange);
+        let span = exchange.account.leg(Stage::Decode, &peer, &mut headers);
+        let model = exchange.account.of_model();
+        let mut flow = Flow::begin(&exchange.account, &self.metrics, model, &peer, span, handed_over);
         let leg = Leg {
             stage: Stage::Decode,
             peer: &peer,
             method: Method::POST,
             path: order.endpoint().path(),
-            headers: decode_headers(&order.settings, exchange),
+            headers,
             body: order.request.decode_body(lease.as_ref().and_then(|lease| lease.raw_for(&peer))),
         };
         if let Some(lease) = &mut lease {
             lease.dispatched(&peer);
         }
-        exchange.account.step_with(&peer, Step::DecodeSent);
-        let began = Instant::now();
         let head = order.settings.timeouts.decode_head;
         let sent =
             if anew { self.upstream.send_anew(leg, head).await } else { self.upstream.send(leg, head).await };
         let answer = match sent {
             Ok(answer) => answer,
             Err(failure) => {
-                exchange.account.step_with(&peer, Step::DecodeFailed(failure.broken.label()));
+                flow.failed(failure.broken.label());
                 let unseen = retry::after_decode(failure) == Verdict::AgainWithTheSameHandOff;
                 return Err((failure, lease.filter(|_| unseen).map(Lease::unseen)));
             }
         };
-        self.metrics.decode_head_took(began.elapsed().as_secs_f64());
-        exchange.account.step_with(&peer, Step::DecodeHead(answer.status().as_u16()));
+        flow.answered(answer.status().as_u16());
         if answer.status().is_server_error() {
             match &lease {
                 // With this status an engine also says that it could not read the blocks.
@@ -84,8 +90,7 @@ impl Core {
             account: exchange.account.clone(),
             status,
             metrics: Arc::clone(&self.metrics),
-            handed_over,
-            from,
+            flow,
         };
         Ok((answer, guards))
     }

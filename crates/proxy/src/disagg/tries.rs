@@ -5,6 +5,7 @@ use std::sync::Arc;
 use http::Response;
 
 use crate::Core;
+use crate::account::Account;
 use crate::error::{ProxyError, Stage, UpstreamFailure};
 use crate::pool::peer::Peer;
 use crate::retry::PrefillFault;
@@ -13,6 +14,7 @@ use crate::stream::RelayBody;
 
 /// The engines that have failed one request, and how often it may still be tried again.
 pub(super) struct Tries {
+    account: Account,
     left: u32,
     pub(super) resent: bool,
     /// How often a prefill engine was asked.
@@ -22,8 +24,9 @@ pub(super) struct Tries {
 }
 
 impl Tries {
-    pub(super) fn new(settings: &Retry) -> Self {
-        Self { left: settings.attempts, resent: false, prefills: 0, prefill: Vec::new(), decode: Vec::new() }
+    pub(super) fn new(settings: &Retry, account: Account) -> Self {
+        let (prefill, decode) = (Vec::new(), Vec::new());
+        Self { account, left: settings.attempts, resent: false, prefills: 0, prefill, decode }
     }
 
     /// Whether a kept connection ended under the request, so that the same engine may be asked once
@@ -37,6 +40,7 @@ impl Tries {
         if granted {
             self.left -= 1;
             core.metrics.retried(stage);
+            self.account.tell(|told| told.retries += 1);
         }
         granted
     }

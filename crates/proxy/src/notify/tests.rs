@@ -13,6 +13,7 @@ fn hand_off(pp_size: u32, tp_size: u32) -> HandedOff {
         engine_id: "e".into(),
         remote_request_id: "cmpl-r-0-aaaaaaaa".into(),
         blocks: 3,
+        prompt_tokens: None,
         generation: Generation::V14,
         mode: TransferMode::Pull,
         channel: NamedChannel {

@@ -129,6 +129,17 @@ impl Breaker {
         Self { settings, phase: Phase::Closed, in_a_row: 0, window, openings: 0, opened: 0, series: 0 }
     }
 
+    /// Other settings from now on. What was counted stays, and one that is open opens no later than they say.
+    pub(crate) fn tune(&mut self, settings: BreakerSettings, now: Instant) {
+        if settings.window != self.settings.window {
+            self.window = self.window.resized(settings.window, now);
+        }
+        if let Phase::Open(until) = &mut self.phase {
+            *until = (*until).min(now + settings.longest_pause.max(settings.pause));
+        }
+        self.settings = settings;
+    }
+
     pub(crate) fn gate(&self, now: Instant) -> Gate {
         match self.phase {
             Phase::Closed | Phase::Ramping(_) => Gate::Passes,

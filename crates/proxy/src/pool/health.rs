@@ -27,6 +27,11 @@ impl Health {
         Self { breaker, reads: Mutex::default(), dial }
     }
 
+    /// Other settings of its breaker from now on.
+    pub(crate) fn tune(&self, settings: BreakerSettings) {
+        self.breaker.lock().tune(settings, Instant::now());
+    }
+
     /// Whether nothing speaks against sending it one more request.
     pub(crate) fn is_sound(&self, now: Instant) -> bool {
         self.breaker.lock().gate(now) != Gate::Shut

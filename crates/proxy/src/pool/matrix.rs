@@ -133,6 +133,15 @@ impl Matrix {
         self.partners.get(&std::ptr::from_ref(decode).addr()).map_or(&[], Vec::as_slice)
     }
 
+    /// How many pairs there are of each verdict, used or not.
+    pub(crate) fn counts(&self) -> HashMap<(&'static str, bool), usize> {
+        let mut counts = HashMap::new();
+        for judged in self.pairs.values() {
+            *counts.entry((judged.verdict.label(), judged.used)).or_default() += 1;
+        }
+        counts
+    }
+
     /// What operators see of a pair.
     pub(crate) fn view(&self, prefill: &Peer, decode: &Peer) -> Option<PairView> {
         let judged = self.pairs.get(&pair_key(prefill, decode))?;

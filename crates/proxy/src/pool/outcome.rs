@@ -30,6 +30,24 @@ impl Window {
         Self { part, began: now, newest: 0, parts: [[0; 2]; PARTS] }
     }
 
+    /// A window of another length with the same outcomes, as far as it reaches back.
+    pub(crate) fn resized(&mut self, length: Duration, now: Instant) -> Self {
+        self.forget(now);
+        let mut next = Self::new(length, now);
+        next.began = now.checked_sub(next.part * PARTS as u32).unwrap_or(now);
+        next.forget(now);
+        for age in 0..(PARTS as u64).min(self.newest + 1) {
+            let part = self.parts[((self.newest - age) % PARTS as u64) as usize];
+            let aged = (self.part * age as u32).as_nanos() / next.part.as_nanos();
+            let aged = u64::try_from(aged).unwrap_or(u64::MAX);
+            if aged < PARTS as u64 && aged <= next.newest {
+                let into = &mut next.parts[((next.newest - aged) % PARTS as u64) as usize];
+                *into = [into[0].saturating_add(part[0]), into[1].saturating_add(part[1])];
+            }
+        }
+        next
+    }
+
     pub(crate) fn record(&mut self, good: bool, now: Instant) {
         self.forget(now);
         let count = &mut self.parts[(self.newest % PARTS as u64) as usize][usize::from(good)];

@@ -79,8 +79,12 @@ pub(crate) fn probe_soon(core: &Arc<Core>, peer: Arc<Peer>) {
 }
 
 async fn probe_and_warm_up(core: &Arc<Core>, peer: &Arc<Peer>) {
+    let was_ready = peer.is_ready();
     if probe(peer, &core.upstream, &core.settings().probe).await {
         core.pool.relearn();
+    }
+    if !was_ready && peer.is_ready() {
+        core.pool.came_back.notify_waiters();
     }
     warm_up::after_probe(core, peer).await;
 }

@@ -1,3 +1,4 @@
+use http::HeaderMap;
 use serde_json::Value;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -54,7 +55,7 @@ async fn first_everything_then_what_has_changed() {
     );
     drop(busy);
 
-    let account = proxy.account(&RequestId::accept(None), "completions");
+    let account = proxy.account(&RequestId::accept(None), "completions", &HeaderMap::new());
     let third = look(&mut pulse);
     assert_eq!((&third["requests"][0]["state"], &third["router"]["running"]), (&"running".into(), &1.into()));
     drop(account);

@@ -107,6 +107,11 @@ pub struct EngineRecord {
     pub(crate) pulse: Arc<Mutex<Pulse>>,
 }
 
+/// The sum of lengths, of which none is negative in a payload that can be used.
+fn sum(lens: &[i64]) -> u64 {
+    lens.iter().filter_map(|len| u64::try_from(*len).ok()).fold(0, u64::saturating_add)
+}
+
 impl EngineRecord {
     /// The first rank, which speaks for the engine; (0, 0) once it is known.
     #[must_use]
@@ -134,6 +139,15 @@ impl EngineRecord {
 
     pub(crate) fn is_live(&self, now: Instant) -> bool {
         self.pulse.lock().deadline.is_none_or(|deadline| now < deadline)
+    }
+
+    /// How many bytes one block has over all ranks and regions.
+    pub(crate) fn bytes_per_block(&self) -> u64 {
+        let lens = |rank: &Arc<RankView>| match &rank.metadata {
+            NixlAgentMetadata::V2(metadata) => sum(&metadata.block_lens),
+            NixlAgentMetadata::V14(metadata) => sum(&metadata.block_lens),
+        };
+        self.ranks.values().map(lens).fold(0, u64::saturating_add)
     }
 
     pub(crate) fn payload_bytes(&self) -> usize {

@@ -171,3 +171,42 @@ proptest! {
         prop_assert_eq!(breaker.share(now + settings.slow_start), WHOLE);
     }
 }
+
+#[test]
+fn item_58_other_settings_hold_at_once_and_what_was_counted_stays() {
+    let mut now = Instant::now();
+    let mut breaker = Breaker::new(settings(), now);
+    assert_eq!([breaker.failed(now), breaker.failed(now)], [None, None]);
+    breaker.tune(BreakerSettings { failures: 4, ..settings() }, now);
+    assert_eq!((breaker.in_a_row(), breaker.failed(now)), (2, None));
+    assert_eq!(breaker.failed(now), Some(Turn::Opened(Duration::from_secs(5))), "the fourth in a row");
+    breaker.tune(BreakerSettings { pause: Duration::from_secs(60), ..settings() }, now);
+    assert_eq!(breaker.opens_in(now), Some(Duration::from_secs(5)), "it opens when it was to");
+    let short = Duration::from_secs(1);
+    breaker.tune(BreakerSettings { pause: short, longest_pause: short, ..settings() }, now);
+    assert_eq!((breaker.opens_in(now), breaker.opened()), (Some(short), 1));
+    now += short;
+    assert_eq!(breaker.gate(now), Gate::Tries);
+}
+
+#[test]
+fn item_58_a_window_of_another_length_holds_the_same_outcomes() {
+    let mut now = Instant::now();
+    let many = BreakerSettings { failures: 0, failure_rate: 2.0, ..settings() };
+    let mut breaker = Breaker::new(many.clone(), now);
+    for _ in 0..12 {
+        breaker.failed(now);
+        now += Duration::from_secs(2);
+    }
+    let window = |breaker: &mut Breaker, seconds, now| {
+        let window = Duration::from_secs(seconds);
+        breaker.tune(BreakerSettings { window, ..many.clone() }, now);
+        breaker.window.totals(now).1
+    };
+    assert_eq!(window(&mut breaker, 300, now), 12, "nothing is forgotten");
+    let strict = BreakerSettings { window: Duration::from_secs(300), failure_rate: 0.5, ..many.clone() };
+    breaker.tune(BreakerSettings { least_requests: 13, ..strict }, now);
+    assert_eq!(breaker.failed(now), Some(Turn::Opened(Duration::from_secs(5))), "the thirteenth");
+    now += Duration::from_secs(40);
+    assert_eq!(window(&mut breaker, 10, now), 0, "all are older than that");
+}

@@ -1,0 +1,73 @@
+//! The counts of tokens that an engine's answer ends with, found without reading the rest of it.
+
+use memchr::memmem;
+use serde::Deserialize;
+
+/// A member's name: as a text inside of a JSON string its quotes would be escaped.
+const NAME: &[u8] = b"\"usage\"";
+
+/// What an answer has said so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Usage {
+    pub(super) prompt: Option<u64>,
+    pub(super) output: Option<u64>,
+}
+
+#[derive(Deserialize)]
+struct Counts {
+    #[serde(default, alias = "input_tokens")]
+    prompt_tokens: Option<u64>,
+    #[serde(default, alias = "output_tokens")]
+    completion_tokens: Option<u64>,
+    #[serde(default)]
+    cache_read_input_tokens: Option<u64>,
+}
+
+impl Usage {
+    /// Takes in the last counts of a piece of an answer, if it has any.
+    pub(super) fn look_in(&mut self, piece: &[u8]) {
+        let Some(at) = memmem::rfind(piece, NAME) else { return };
+        let Some(value) = piece[at + NAME.len()..].trim_ascii_start().strip_prefix(b":") else { return };
+        let mut values = serde_json::Deserializer::from_slice(value).into_iter::<Option<Counts>>();
+        let Some(Ok(Some(counts))) = values.next() else { return };
+        let prompt = counts.prompt_tokens.map(|tokens| tokens + counts.cache_read_input_tokens.unwrap_or(0));
+        self.prompt = prompt.or(self.prompt);
+        self.output = counts.completion_tokens.or(self.output);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(pieces: &[&str]) -> (Option<u64>, Option<u64>) {
+        let mut usage = Usage::default();
+        pieces.iter().for_each(|piece| usage.look_in(piece.as_bytes()));
+        (usage.prompt, usage.output)
+    }
+
+    #[test]
+    fn the_counts_of_every_dialect_are_found() {
+        let whole = r#"{"choices":[{"text":"\"usage\": {\"completion_tokens\":9}"}],"usage": {"prompt_tokens":7,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":1}},"x":1}"#;
+        assert_eq!(found(&[whole]), (Some(7), Some(3)));
+        let response = r#"data: {"response":{"usage":{"input_tokens":5,"output_tokens":2,"input_tokens_details":null}}}"#;
+        assert_eq!(found(&[response]), (Some(5), Some(2)));
+        let start = r#"data: {"message":{"usage":{"input_tokens":0,"output_tokens":0,"cache_read_input_tokens":10}}}"#;
+        let end = r#"data: {"usage":{"output_tokens":8}}"#;
+        assert_eq!(found(&[start, end]), (Some(10), Some(8)));
+    }
+
+    #[test]
+    fn what_are_no_counts_says_nothing() {
+        for piece in [
+            "",
+            r#"{"usage":null}"#,
+            r#"{"usage":"#,
+            r#"{"name":"usage"}"#,
+            r#"{"usage":{"prompt_tokens":"many"}}"#,
+            r#"{"usage":{"prompt_tokens":-1}}"#,
+        ] {
+            assert_eq!(found(&[piece]), (None, None), "{piece}");
+        }
+    }
+}
