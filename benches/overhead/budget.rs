@@ -50,14 +50,7 @@ fn count(engines: &Engines, load: &Load) -> u64 {
     command.arg(kvbaton()).args(["--listen", &addr.to_string()]);
     command.args(["--prefill", &format!("http://127.0.0.1:{}", engines.prefill)]);
     command.args(["--decode", &format!("http://127.0.0.1:{}", engines.decode)]);
-    command.args([
-        "--set",
-        "log.level=error",
-        "--set",
-        "connections.threads=1",
-        "--set",
-        "probe.interval=60s",
-    ]);
+    command.args(["--set", "log.level=error", "--set", "connections.threads=1"]);
     let router = Router::run(command, addr);
     client::run(addr, load, 1, Until::Requests(WARM_UP));
     control(router.pid(), "-i", Some("on"));
@@ -84,7 +77,6 @@ fn dumps(folder: &Path) -> Vec<PathBuf> {
 /// The instructions of all threads in one dump.
 fn totals(dump: &Path) -> Option<u64> {
     let text = std::fs::read_to_string(dump).ok()?;
-    let line =
-        text.lines().find_map(|line| line.strip_prefix("totals: ").or(line.strip_prefix("summary: ")))?;
+    let line = text.lines().find_map(|line| line.strip_prefix("totals: "))?;
     line.split_whitespace().next()?.parse().ok()
 }

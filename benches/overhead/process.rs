@@ -110,6 +110,8 @@ impl Router {
     }
 
     pub(crate) fn run(mut command: Command, addr: SocketAddr) -> Self {
+        // Our program would take them for settings.
+        command.env_remove("KVBATON_BENCH_PROGRAM").env_remove("KVBATON_BENCH_VLLM_ROUTER");
         let began = Instant::now();
         let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
         let mut router = Self { child: Some(child), addr, first_answer: Duration::ZERO };
