@@ -169,9 +169,9 @@ pub(crate) fn find(text: &[u8], what: &[u8]) -> Option<usize> {
 /// What a head says of its body's length.
 pub(crate) fn length(head: &[u8]) -> usize {
     let lines = head.split(|byte| *byte == b'\n');
-    let value = lines.filter_map(|line| {
+    let mut value = lines.filter_map(|line| {
         let at = line.iter().position(|byte| *byte == b':')?;
         line[..at].eq_ignore_ascii_case(b"content-length").then(|| line[at + 1..].trim_ascii())
     });
-    value.last().and_then(|value| std::str::from_utf8(value).ok()?.parse().ok()).unwrap_or(0)
+    value.next_back().and_then(|value| std::str::from_utf8(value).ok()?.parse().ok()).unwrap_or(0)
 }

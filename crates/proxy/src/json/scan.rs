@@ -294,8 +294,9 @@ fn near_end(bytes: &[u8], start: usize) -> Option<usize> {
     for at in (start..).step_by(size_of::<u64>()).take(NEAR) {
         let word = u64::from_le_bytes(*bytes.get(at..)?.first_chunk()?);
         // Of each of these the lowest byte that is marked is right, which is the only one that counts.
-        let lacks =
-            |byte: u8| (word ^ EACH * u64::from(byte)).wrapping_sub(EACH) & !(word ^ EACH * u64::from(byte));
+        let lacks = |byte: u8| {
+            (word ^ (EACH * u64::from(byte))).wrapping_sub(EACH) & !(word ^ (EACH * u64::from(byte)))
+        };
         let controls = word.wrapping_sub(EACH * u64::from(b' ')) & !word;
         let special = (lacks(b'"') | lacks(b'\\') | controls) & HIGH;
         if special != 0 {
