@@ -51,30 +51,34 @@ pub(crate) struct Gate {
     pub(crate) audience: Audience,
 }
 
+/// Who a client is. Its key stays here: engines that need one have a token of their own in the settings.
+pub(crate) fn let_in(access: &Access, proxy: &Proxy, request: &mut Request) -> Result<Client, RouteError> {
+    if proxy.has_sent(request.headers()) {
+        return Err(RouteError::Loop);
+    }
+    let client = client(&access.0.load(), request)?;
+    if client.key.is_some() {
+        request.headers_mut().remove(AUTHORIZATION);
+        request.headers_mut().remove(X_API_KEY);
+    }
+    Ok(client)
+}
+
 /// Lets a request through to an endpoint, with who sent it in its extensions, or refuses it.
 pub(crate) async fn guard(
     State(gate): State<Gate>,
     mut request: Request,
     next: Next,
 ) -> Result<Response, RouteError> {
-    let rules = gate.access.0.load_full();
     match gate.audience {
         Audience::Everybody => Ok(next.run(request).await),
         Audience::Clients => {
-            if gate.proxy.has_sent(request.headers()) {
-                return Err(RouteError::Loop);
-            }
-            let client = client(&rules, &request)?;
-            if client.key.is_some() {
-                // It is the router's: engines that need one have a token of their own in the settings.
-                request.headers_mut().remove(AUTHORIZATION);
-                request.headers_mut().remove(X_API_KEY);
-            }
+            let client = let_in(&gate.access, &gate.proxy, &mut request)?;
             request.extensions_mut().insert(client);
             Ok(next.run(request).await)
         }
         Audience::Engines | Audience::Operators => {
-            let writer = holder(&rules, gate.audience, &request)?;
+            let writer = holder(&gate.access.0.load_full(), gate.audience, &request)?;
             request.extensions_mut().insert(writer);
             let mut response = next.run(request).await;
             response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));

@@ -79,9 +79,14 @@ fn origin(text: &str) -> Option<HeaderValue> {
     if fits(scheme) && fits(host) { HeaderValue::from_str(text).ok() } else { None }
 }
 
+/// Whether any page of another origin is answered to.
+pub(crate) fn applies(cors: &Cors) -> bool {
+    cors.origins != Origins::Nobody
+}
+
 /// Answers a browser's question before a request, and says on answers who may read them.
 pub(crate) async fn share(State(cors): State<Cors>, request: Request, next: Next) -> Response {
-    if cors.origins == Origins::Nobody || !is_for_pages(request.uri().path()) {
+    if !applies(&cors) || !is_for_pages(request.uri().path()) {
         return next.run(request).await;
     }
     let origin = request.headers().get(ORIGIN).cloned();

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use axum::body::{Body, Bytes, HttpBody};
+use axum::body::{Bytes, HttpBody};
 use axum::extract::rejection::PathRejection;
 use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
 use axum::middleware::Next;
@@ -32,12 +32,7 @@ const FIRST_ALLOCATION: usize = 64 * 1024;
 /// Gives the request its id and puts exactly one such header on whatever answer comes back.
 pub(crate) async fn identify(mut request: Request, next: Next) -> Response {
     let id = RequestId::accept(request.headers().get(X_REQUEST_ID));
-    let span = tracing::info_span!(
-        "request",
-        request_id = id.as_str(),
-        method = %request.method(),
-        path = request.uri().path()
-    );
+    let span = request_span(&id, request.method(), request.uri().path());
     let header = id.header_value();
     request.extensions_mut().insert(id);
     let in_anthropics = anthropic::speaks(request.uri().path());
@@ -47,6 +42,11 @@ pub(crate) async fn identify(mut request: Request, next: Next) -> Response {
     }
     response.headers_mut().insert(X_REQUEST_ID, header);
     response
+}
+
+/// What the log says of a request while it is served.
+pub(crate) fn request_span(id: &RequestId, method: &http::Method, path: &str) -> tracing::Span {
+    tracing::info_span!("request", request_id = id.as_str(), %method, path)
 }
 
 /// What the core needs of a request's head.
@@ -74,7 +74,7 @@ pub(crate) struct BodyBound {
 /// Reads a whole body; one whose declared length is over the limit is refused unread.
 pub(crate) async fn read_body(
     headers: &HeaderMap,
-    mut body: Body,
+    mut body: impl HttpBody<Data = Bytes> + Unpin,
     bound: BodyBound,
 ) -> Result<Bytes, RouteError> {
     let too_large = RouteError::BodyTooLarge { limit: bound.bytes };

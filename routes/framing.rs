@@ -26,8 +26,8 @@ pub(crate) async fn refuse_ambiguous(request: Request, next: Next) -> Response {
     response
 }
 
-fn is_ambiguous(headers: &HeaderMap) -> bool {
-    let count = |name| headers.get_all(name).iter().count();
+pub(crate) fn is_ambiguous(headers: &HeaderMap) -> bool {
+    let count = |name| if headers.contains_key(&name) { headers.get_all(name).iter().count() } else { 0 };
     let codings = headers.get_all(TRANSFER_ENCODING);
     let odd_coding = codings.iter().any(|value| !value.as_bytes().eq_ignore_ascii_case(b"chunked"));
     count(HOST) > 1

@@ -2,8 +2,6 @@
 //! slice of them is gone.
 
 use std::pin::Pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 
 use axum::body::{Body, Bytes, HttpBody};
@@ -17,7 +15,7 @@ use crate::extract::{BodyBound, read_body};
 /// Reads a whole body, as [`read_body`], as long as there is room for it.
 pub(crate) async fn read_held_body(
     headers: &HeaderMap,
-    body: Body,
+    body: &mut Body,
     bound: BodyBound,
     held: &Held,
 ) -> Result<Bytes, RouteError> {
@@ -27,22 +25,21 @@ pub(crate) async fn read_held_body(
         return Err(RouteError::NoRoom);
     }
     let share = held.share();
-    let full = Arc::new(AtomicBool::new(false));
-    let metered = Metered { body, share: Arc::clone(&share), full: Arc::clone(&full) };
-    let read = read_body(headers, Body::new(metered), bound).await;
-    if full.load(Ordering::Relaxed) {
+    let mut metered = Metered { body, share: &share, full: false };
+    let read = read_body(headers, &mut metered, bound).await;
+    if metered.full {
         return Err(RouteError::NoRoom);
     }
     read.map(|body| share.bind(body))
 }
 
-struct Metered {
-    body: Body,
-    share: Arc<Share>,
-    full: Arc<AtomicBool>,
+struct Metered<'a> {
+    body: &'a mut Body,
+    share: &'a Share,
+    full: bool,
 }
 
-impl HttpBody for Metered {
+impl HttpBody for Metered<'_> {
     type Data = Bytes;
     type Error = axum::Error;
 
@@ -50,11 +47,11 @@ impl HttpBody for Metered {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        let polled = Pin::new(&mut self.body).poll_frame(context);
+        let polled = Pin::new(&mut *self.body).poll_frame(context);
         if let Poll::Ready(Some(Ok(frame))) = &polled
             && !self.share.grow(frame.data_ref().map_or(0, Bytes::len))
         {
-            self.full.store(true, Ordering::Relaxed);
+            self.full = true;
             return Poll::Ready(Some(Err(axum::Error::new(RouteError::NoRoom))));
         }
         polled

@@ -6,6 +6,7 @@ mod access;
 mod admin;
 mod cors;
 mod dashboard;
+mod direct;
 mod error;
 mod extract;
 mod framing;
@@ -30,6 +31,7 @@ use kvbaton_proxy::{Endpoint, Proxy};
 
 pub use access::{Access, CertificateNames, Credential, Duty, NotLocal, Rules, SecretDigest, SecretError};
 pub use cors::{Cors, NotAnOrigin, Origins};
+pub use direct::Surface;
 pub use log::{LogFault, LogState, Logging};
 pub use reload::{NotReloaded, Reload, Reloaded, SharedLimits};
 

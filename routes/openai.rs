@@ -2,7 +2,7 @@
 //! generic forward, models come from the core, the rest is passed to one decode engine as it is.
 //! Must never look into a body: that is the core's work.
 
-use axum::body::Body;
+use axum::body::{Body, Bytes};
 use axum::extract::{Request, State as Shared};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
@@ -21,22 +21,26 @@ pub(crate) async fn forward(
     Shared(state): Shared<State>,
     request: Request,
 ) -> Result<Response, RouteError> {
-    let (parts, body) = request.into_parts();
+    let (parts, mut body) = request.into_parts();
     let exchange = exchange(parts, &state.proxy, endpoint.label());
     let account = exchange.account.clone();
-    let answered = answer(endpoint, state, exchange, body).await;
-    answered.inspect_err(|error| error.tell(&account))
+    let answered = async {
+        check_not_encoded(&exchange.headers)?;
+        let (bound, held) = (state.limits.body_bound(), state.proxy.held());
+        let body = read_held_body(&exchange.headers, &mut body, bound, held).await?;
+        answer(endpoint, state, exchange, body).await
+    };
+    answered.await.inspect_err(|error| error.tell(&account))
 }
 
-async fn answer(
+/// Answers a request whose body has been read.
+pub(crate) async fn answer(
     endpoint: Endpoint,
     state: State,
     exchange: Exchange,
-    body: Body,
+    body: Bytes,
 ) -> Result<Response, RouteError> {
-    check_not_encoded(&exchange.headers)?;
     let proxy = state.proxy;
-    let body = read_held_body(&exchange.headers, body, state.limits.body_bound(), proxy.held()).await?;
     let order = proxy.read(endpoint, &exchange, body)?;
     let (interval, account) = (state.limits.now().keep_alive, exchange.account.clone());
     let waits = order.wants_stream() && !interval.is_zero();
@@ -55,14 +59,14 @@ pub(crate) async fn pass_through(
     Shared(state): Shared<State>,
     request: Request,
 ) -> Result<Response, RouteError> {
-    let (parts, body) = request.into_parts();
+    let (parts, mut body) = request.into_parts();
     let target = parts.uri.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/"));
     let method = parts.method.clone();
     let exchange = exchange(parts, &state.proxy, "pass_through");
     let account = exchange.account.clone();
     let passed = async move {
         let (bound, held) = (state.limits.body_bound(), state.proxy.held());
-        let body = read_held_body(&exchange.headers, body, bound, held).await?;
+        let body = read_held_body(&exchange.headers, &mut body, bound, held).await?;
         let answer = state.proxy.pass_through(method, target, exchange, body).await?;
         Ok(answer.map(Body::new))
     };

@@ -30,7 +30,7 @@ pub(crate) async fn discard_unread(
     request: Request,
     next: Next,
 ) -> Response {
-    let at_most = limits.now().body_bytes.saturating_mul(2);
+    let limit = limits.now().body_bytes;
     // HTTP/2 resets one stream without harm to the others: nothing to do there.
     if request.version() > Version::HTTP_11 || request.body().is_end_stream() {
         return next.run(request).await;
@@ -41,13 +41,27 @@ pub(crate) async fn discard_unread(
     let watch = |body| Body::new(Watched { body, touched: false, ended: false, hand_back: Some(hand_back) });
     let mut response = next.run(request.map(watch)).await;
 
-    let Ok(Unread { body, touched }) = handed_back.try_recv() else {
-        return response;
-    };
+    match handed_back.try_recv() {
+        Ok(unread) if answer_has_body => answered(response, unread, waits_for_continue, limit),
+        Ok(_) => {
+            response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+            response
+        }
+        Err(_) => response,
+    }
+}
+
+/// The answer to a request whose body was not read to its end, for a limit of so many bytes.
+pub(crate) fn answered(
+    mut response: Response,
+    Unread { body, touched }: Unread,
+    waits_for_continue: bool,
+    limit: usize,
+) -> Response {
+    let at_most = limit.saturating_mul(2);
     let never_sent = waits_for_continue && !touched;
     let too_long = body.size_hint().lower() > at_most as u64;
-    let can_linger = answer_has_body && response.status() != StatusCode::NO_CONTENT;
-    if never_sent || too_long || !can_linger {
+    if never_sent || too_long || response.status() == StatusCode::NO_CONTENT {
         response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
         return response;
     }
@@ -57,9 +71,9 @@ pub(crate) async fn discard_unread(
 }
 
 /// A body that its reader dropped before the end.
-struct Unread {
-    body: Body,
-    touched: bool,
+pub(crate) struct Unread {
+    pub(crate) body: Body,
+    pub(crate) touched: bool,
 }
 
 /// A request body that is handed back when its reader drops it before the end.

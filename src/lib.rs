@@ -11,6 +11,7 @@ mod server;
 pub mod shutdown;
 pub mod telemetry;
 mod tls;
+mod workers;
 
 use std::io;
 use std::net::SocketAddr;
@@ -32,6 +33,7 @@ use secrets::SecretStore;
 pub use secrets::SecretsError;
 use telemetry::{CollectorFault, Exporter};
 pub use tls::{TlsError, TlsFault};
+pub use workers::Workers;
 
 /// How long before the end of the budget what still runs is told to end.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -72,6 +74,7 @@ pub struct App {
     embedded_token: String,
     source: Option<reload::Source>,
     logging: Logging,
+    workers: Option<Arc<Workers>>,
 }
 
 impl Config {
@@ -102,6 +105,7 @@ impl Config {
             embedded_token,
             source: None,
             logging: Logging::default(),
+            workers: None,
         })
     }
 }
@@ -130,12 +134,19 @@ impl App {
         self
     }
 
+    /// Answers clients on these threads instead of on the runtime that starts the program.
+    #[must_use]
+    pub fn answer_on(mut self, workers: Workers) -> Self {
+        self.workers = Some(Arc::new(workers));
+        self
+    }
+
     /// Starts serving, and the embedded fleet if the settings ask for one.
     ///
     /// # Errors
     /// An engine of the settings cannot be used, or an embedded one did not start.
     pub async fn spawn(self) -> Result<Running, StartError> {
-        let Self { config, listeners, secrets, embedded_token, source, logging } = self;
+        let Self { config, listeners, secrets, embedded_token, source, logging, workers } = self;
         let secrets = Arc::new(secrets);
         let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
         let mut core = config.core();
@@ -167,7 +178,8 @@ impl App {
             logging,
         };
         let addrs = listeners.addrs();
-        let servers = listeners.serve(&state, &config.connections, config.stream.half_close, &tasks);
+        let bounds = (&config.connections, config.stream.half_close);
+        let servers = listeners.serve(&state, bounds, workers.as_ref(), &tasks);
         tasks.spawn({
             let (secrets, stop) = (Arc::clone(&secrets), stop.clone());
             async move { stop.run_until_cancelled(secrets.follow()).await.unwrap_or(()) }
@@ -183,7 +195,19 @@ impl App {
         for engine in &engines {
             proxy.add_peer(PeerSpec::new(engine.role, engine.engine.url()))?;
         }
-        Ok(Running { addrs, engines, proxy, config, servers, secrets, reloader, exporter, tasks, stop })
+        Ok(Running {
+            addrs,
+            engines,
+            proxy,
+            config,
+            servers,
+            secrets,
+            reloader,
+            exporter,
+            tasks,
+            stop,
+            workers,
+        })
     }
 }
 
@@ -210,6 +234,7 @@ pub struct Running {
     exporter: Option<Exporter>,
     tasks: TaskTracker,
     stop: CancellationToken,
+    workers: Option<Arc<Workers>>,
 }
 
 impl Running {
@@ -297,7 +322,7 @@ impl Running {
     /// Leaves in order: not ready, settle, no new connections, finish what runs. Returns whether
     /// everything ended within the limit.
     pub async fn drain(self) -> bool {
-        let Self { engines, proxy, servers, reloader, exporter, tasks, stop, .. } = self;
+        let Self { engines, proxy, servers, reloader, exporter, tasks, stop, workers, .. } = self;
         let config = reloader.now.lock().await.clone();
         drop(reloader);
         let deadline = tokio::time::Instant::now() + config.shutdown.limit;
@@ -330,6 +355,7 @@ impl Running {
         if let Some(exporter) = exporter {
             exporter.flush(deadline).await;
         }
+        drop(workers);
         for engine in engines {
             engine.engine.shutdown().await;
         }

@@ -4,13 +4,14 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 
-use kvbaton_routes::{Mounts, State, app};
+use kvbaton_routes::{Mounts, State, Surface};
 use tokio::net::TcpListener;
 use tokio_util::task::TaskTracker;
 
 use crate::config::{Config, Connections, Tls};
 use crate::server::{self, Server};
 use crate::tls::ServerTls;
+use crate::workers::Workers;
 use crate::{SecretsError, StartError};
 
 /// One bound listener.
@@ -100,17 +101,19 @@ impl Listeners {
         }
     }
 
-    /// Serves them all, the public one first.
+    /// Serves them all, the public one first; `workers` are for clients only, so that operators are heard
+    /// however busy those are.
     pub(crate) fn serve(
         self,
         state: &State,
-        bounds: &Connections,
-        half_close: bool,
+        (bounds, half_close): (&Connections, bool),
+        workers: Option<&Arc<Workers>>,
         tasks: &TaskTracker,
     ) -> Vec<Server> {
         let serve = |bound: Bound| {
-            let app = app(state.clone(), bound.mounts);
-            server::serve(bound.listener, app, bound.tls, bounds.clone(), half_close, tasks)
+            let surface = Surface::new(state.clone(), bound.mounts);
+            let workers = workers.filter(|_| bound.mounts.clients).cloned();
+            server::serve(bound.listener, surface, bound.tls, (bounds.clone(), half_close), workers, tasks)
         };
         self.all().map(serve).collect()
     }

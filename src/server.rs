@@ -2,30 +2,26 @@
 //! end in order.
 
 use std::collections::HashMap;
-use std::convert::Infallible;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use axum::Router;
 use axum::body::Body;
-use axum::extract::ConnectInfo;
-use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::service::TowerToHyperService;
-use kvbaton_routes::CertificateNames;
+use kvbaton_routes::{CertificateNames, Surface};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio_util::task::TaskTracker;
-use tower::ServiceExt as _;
 
 use crate::config::Connections;
 use crate::tls::{self, ServerTls};
+use crate::workers::Workers;
 
 /// Pause after an accept that failed for want of file descriptors or memory.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -55,10 +51,12 @@ impl Server {
 
 /// What all connections of one listener share.
 struct Shared {
-    app: Router,
+    surface: Surface,
     tls: Option<Arc<ServerTls>>,
     bounds: Connections,
     half_close: bool,
+    /// None for the runtime that listens.
+    workers: Option<Arc<Workers>>,
     open: parking_lot::Mutex<Open>,
 }
 
@@ -114,21 +112,22 @@ impl Drop for Place {
     }
 }
 
-/// Serves `app` on `listener` until [`Server::finish`]. HTTP/1 only: that is what OpenAI's clients and
+/// Serves `surface` on `listener` until [`Server::finish`]. HTTP/1 only: that is what OpenAI's clients and
 /// reverse proxies speak, and it lets a silent connection be told from a slow one.
 ///
 /// With `half_close`, a client that has closed its sending side still gets its answer.
 pub(crate) fn serve(
     listener: TcpListener,
-    app: Router,
+    surface: Surface,
     tls: Option<Arc<ServerTls>>,
-    bounds: Connections,
-    half_close: bool,
+    (bounds, half_close): (Connections, bool),
+    workers: Option<Arc<Workers>>,
     tasks: &TaskTracker,
 ) -> Server {
     let (accepting, stopping) = watch::channel(true);
     let connections = TaskTracker::new();
-    let shared = Arc::new(Shared { app, tls, bounds, half_close, open: parking_lot::Mutex::default() });
+    let open = parking_lot::Mutex::default();
+    let shared = Arc::new(Shared { surface, tls, bounds, half_close, workers, open });
     let done = tasks.spawn(accept(listener, shared, connections.clone(), stopping));
     Server { accepting, done, connections }
 }
@@ -147,7 +146,7 @@ async fn accept(
         match accepted {
             Ok((stream, client)) => {
                 if let Some(place) = shared.enter(client.ip().to_canonical()) {
-                    connections.spawn(connection(stream, client, place, stopping.clone()));
+                    start(stream, client, place, &connections, stopping.clone());
                 }
             }
             Err(error) if is_of_one_connection(&error) => {}
@@ -157,6 +156,31 @@ async fn accept(
             }
         }
     }
+}
+
+/// Begins to serve a connection, on the thread that has the fewest.
+fn start(
+    stream: TcpStream,
+    client: SocketAddr,
+    place: Place,
+    connections: &TaskTracker,
+    stopping: watch::Receiver<bool>,
+) {
+    let workers = place.shared.workers.clone();
+    let Some((runtime, busy)) = workers.as_deref().and_then(Workers::least_busy) else {
+        connections.spawn(connection(stream, client, place, stopping));
+        return;
+    };
+    // A socket is bound to the runtime that waits for it.
+    let moved = stream.into_std();
+    let serving = async move {
+        let _busy = busy;
+        match moved.and_then(TcpStream::from_std) {
+            Ok(stream) => connection(stream, client, place, stopping).await,
+            Err(error) => tracing::warn!(%error, "a client's connection cannot be served"),
+        }
+    };
+    connections.spawn_on(serving, runtime);
 }
 
 /// Serves one connection until it ends; when the program leaves, until it has answered.
@@ -197,11 +221,14 @@ async fn answer(
     names: Option<CertificateNames>,
     mut stopping: watch::Receiver<bool>,
 ) {
-    let asked = Arc::new(AtomicBool::new(false));
-    let service = service(&shared.app, client, names, Arc::clone(&asked));
+    let asked = AtomicBool::new(false);
+    let service = service_fn(|request: http::Request<hyper::body::Incoming>| {
+        asked.store(true, Ordering::Relaxed);
+        shared.surface.answer(request.map(Body::new), client, names.clone())
+    });
     let mut builder = http1::Builder::new();
     builder.timer(TokioTimer::new()).header_read_timeout(shared.bounds.head).half_close(shared.half_close);
-    let serving = builder.serve_connection(TokioIo::new(stream), TowerToHyperService::new(service));
+    let serving = builder.serve_connection(TokioIo::new(stream), service);
     tokio::pin!(serving);
     let ended = tokio::select! {
         ended = serving.as_mut() => Some(ended),
@@ -227,29 +254,6 @@ async fn answer(
     if let Err(error) = ended {
         tracing::debug!(%error, "a client's connection ended early");
     }
-}
-
-fn service(
-    app: &Router,
-    client: SocketAddr,
-    names: Option<CertificateNames>,
-    asked: Arc<AtomicBool>,
-) -> impl tower::Service<
-    http::Request<Incoming>,
-    Response = axum::response::Response,
-    Error = Infallible,
-    Future: Send + 'static,
-> + Clone
-+ use<> {
-    let app = app.clone();
-    tower::service_fn(move |mut request: http::Request<Incoming>| {
-        asked.store(true, Ordering::Relaxed);
-        request.extensions_mut().insert(ConnectInfo(client));
-        if let Some(names) = names.clone() {
-            request.extensions_mut().insert(names);
-        }
-        app.clone().oneshot(request.map(Body::new))
-    })
 }
 
 /// Faults of the one connection that was being accepted, not of the listener.

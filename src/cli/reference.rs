@@ -69,6 +69,8 @@ fn section(text: &mut String, name: &str, command: &clap::Command) {
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser as _;
+
     use super::*;
 
     #[test]
@@ -80,6 +82,36 @@ mod tests {
     #[test]
     fn the_command_line_is_sound() {
         Cli::command().debug_assert();
+    }
+
+    /// The words of the program's calls in a page's code: lines that begin with its name, joined where they go on.
+    fn calls(page: &str) -> Vec<Vec<String>> {
+        let joined = page.replace("\\\n", " ");
+        let lines = joined.lines().map(str::trim_start).filter(|line| line.starts_with("kvbaton "));
+        lines
+            .map(|line| line.split(" #").next().unwrap_or(line))
+            .map(|line| line.split_whitespace().take_while(|word| !["&&", "|", ">"].contains(word)))
+            .map(|words| words.map(|word| word.trim_matches(['\'', '"']).to_owned()).collect())
+            .collect()
+    }
+
+    #[test]
+    fn calls_in_the_documentation_are_understood() {
+        let mut understood = 0;
+        for (name, page) in [
+            ("README.md", include_str!("../../README.md")),
+            ("docs/deploy.md", include_str!("../../docs/deploy.md")),
+            ("docs/security.md", include_str!("../../docs/security.md")),
+            ("docs/unmodified-vllm.md", include_str!("../../docs/unmodified-vllm.md")),
+        ] {
+            let blocks: Vec<&str> = page.split("```").skip(1).step_by(2).collect();
+            for call in calls(&blocks.concat()) {
+                let parsed = Cli::try_parse_from(&call);
+                assert!(parsed.is_ok(), "{name}: {call:?}: {}", parsed.unwrap_err());
+                understood += 1;
+            }
+        }
+        assert!(understood >= 5, "{understood}");
     }
 
     #[test]

@@ -10,7 +10,7 @@ use kvbaton_routes::Logging;
 use super::{runtime, say};
 use crate::config::{Config, Flags, load};
 use crate::shutdown::{Asked, Signals};
-use crate::{Running, telemetry};
+use crate::{Running, Workers, telemetry};
 
 /// How long the announcement waits for a pair, so that its line names a model and works at once.
 const FIRST_PROBES: Duration = Duration::from_secs(2);
@@ -26,8 +26,9 @@ pub(super) fn run(flags: Flags) -> anyhow::Result<ExitCode> {
 
 async fn serve(config: Config, flags: Flags, logging: Logging) -> anyhow::Result<ExitCode> {
     let mut signals = Signals::listen()?;
+    let workers = Workers::start(config.connections.threads)?;
     let app = config.build().await?.reload_from(move || load(&flags, std::env::vars()));
-    let running = app.log_through(logging).spawn().await?;
+    let running = app.log_through(logging).answer_on(workers).spawn().await?;
     if !running.ready_within(FIRST_PROBES).await {
         tracing::warn!("no pair of engines is ready yet");
     }

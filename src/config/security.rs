@@ -174,6 +174,8 @@ pub struct Connections {
     pub most: usize,
     /// Most at a time from one address; 0 is no bound. Behind a proxy all come from one.
     pub per_address: usize,
+    /// Threads that answer clients; 0 is one for each core.
+    pub threads: usize,
     /// How long a TLS handshake may take.
     #[serde(with = "humantime_serde")]
     pub handshake: Duration,
@@ -187,6 +189,7 @@ impl Default for Connections {
         Self {
             most: 16384,
             per_address: 0,
+            threads: 0,
             handshake: Duration::from_secs(10),
             head: Duration::from_secs(60),
         }
@@ -338,6 +341,7 @@ mod tests {
         assert_eq!(keys(&[("admin.listen", "127.0.0.1:8000")]), ["admin.listen"]);
         assert_eq!(keys(&[("cors.origins", "chat.example.org")]), ["cors.origins"]);
         assert_eq!(keys(&[("connections.head", "0s")]), ["connections.head"]);
+        assert_eq!(keys(&[("connections.threads", "1025")]), ["connections.threads"]);
         assert_eq!(keys(&[("registry.token", "two words")]), ["registry.token"]);
         let unknown = faults(&[("admin.tokn", "a")], &[]);
         assert_eq!(unknown, [("admin.tokn".to_owned(), Some("did you mean admin.token?".to_owned()))]);

@@ -49,7 +49,7 @@ async fn cluster(generation: Generation) -> Cluster {
     let builder = Cluster::builder().prefill(2).decode(2).engine(engine).config(|config| {
         config.hand_off.lease = LEASE;
         config.hand_off.lease_v2 = LEASE;
-        config.hand_off.abandon_grace = Duration::from_secs(4);
+        config.hand_off.abandon_grace = Duration::from_secs(8);
         config.timeouts.prefill = Duration::from_secs(4);
         config.timeouts.decode_head = Duration::from_secs(4);
         config.timeouts.idle = Duration::from_secs(4);

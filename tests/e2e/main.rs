@@ -28,6 +28,7 @@ mod injection;
 mod legs;
 mod logs;
 mod malformed_handoff;
+mod metrics;
 #[cfg(feature = "nixl")]
 mod nixl;
 #[cfg(not(feature = "nixl"))]
@@ -54,5 +55,6 @@ mod stream;
 mod stream_bounds;
 mod stream_faults;
 mod support;
+mod threads;
 mod tls;
 mod traces;

@@ -181,7 +181,7 @@ async fn limits_and_breakers_change_and_what_runs_stays_counted() {
     ]);
     assert_eq!((&said["applied"], &said["needs_restart"]), (&applied, &json!([])));
     let busy = post(base, COMPLETIONS, &body(2, 4, false)).await;
-    assert_eq!((busy.status, &busy.json()["error"]["code"]), (429, &json!("busy")));
+    assert_eq!((busy.status, &busy.json()["error"]["code"]), (429, &json!("decode_saturated")));
     let greedy = post(base, COMPLETIONS, &body(2, 501, false)).await;
     assert_eq!(greedy.status, 400, "{}", greedy.text());
     deployment.write(&decode, "[admission.decode]\nrequests = 2");

@@ -50,6 +50,7 @@ pub(crate) struct Builder {
     wait: bool,
     logs_all: bool,
     front: Option<Front>,
+    threads: Option<usize>,
 }
 
 impl Builder {
@@ -104,6 +105,12 @@ impl Builder {
         self
     }
 
+    /// Clients are answered on so many threads; what is logged there goes nowhere.
+    pub(crate) fn threads(mut self, count: usize) -> Self {
+        self.threads = Some(count);
+        self
+    }
+
     /// Does not wait for the router to be ready.
     pub(crate) fn unready(mut self) -> Self {
         self.wait = false;
@@ -151,7 +158,11 @@ impl Builder {
             tune(&mut config);
         }
         let token = config.admin.token.clone();
-        let running = config.build_on(router).await.unwrap().spawn().await.unwrap();
+        let mut app = config.build_on(router).await.unwrap();
+        if let Some(threads) = self.threads {
+            app = app.answer_on(kvbaton::Workers::start(threads).unwrap());
+        }
+        let running = app.spawn().await.unwrap();
 
         let (mut prefill, mut decode) = (Vec::new(), Vec::new());
         for (role, listener) in waiting {
@@ -206,6 +217,7 @@ impl Cluster {
             wait: true,
             logs_all: false,
             front: None,
+            threads: None,
         }
     }
 

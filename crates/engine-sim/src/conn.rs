@@ -33,9 +33,10 @@ impl ConnControl {
         Self { budget: AtomicU64::new(UNLIMITED), abrupt: AtomicBool::new(false) }
     }
 
-    /// Lets so many more bytes out, then resets the connection.
-    pub(crate) fn reset_after(&self, bytes: u64) {
-        self.budget.store(bytes.min(UNLIMITED - 1), Ordering::Relaxed);
+    /// Lets so many more bytes out, then resets the connection; or all, where the answer before this one was
+    /// shorter than it might have been.
+    pub(crate) fn reset_after(&self, bytes: Option<u64>) {
+        self.budget.store(bytes.map_or(UNLIMITED, |bytes| bytes.min(UNLIMITED - 1)), Ordering::Relaxed);
     }
 
     fn make_abrupt(&self) {

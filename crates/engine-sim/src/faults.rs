@@ -179,7 +179,12 @@ impl Faults {
 
     /// Arms a fault with its scope.
     pub fn arm(&self, fault: ArmedFault) {
-        self.armed.lock().push(fault);
+        self.arm_all([fault]);
+    }
+
+    /// Arms several faults at once, so that no request meets only some of them.
+    pub fn arm_all(&self, faults: impl IntoIterator<Item = ArmedFault>) {
+        self.armed.lock().extend(faults);
     }
 
     /// Disarms everything and opens the gates that were set over HTTP.

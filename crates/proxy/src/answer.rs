@@ -11,6 +11,9 @@ use crate::splice::{PromptPart, Spliced, client_answer};
 use crate::stream::RelayBody;
 use crate::upstream::response_headers;
 
+/// Where answers count cached tokens; the escape is for whoever spells a key in another way.
+const COUNTS: [&[u8]; 3] = [b"cached_tokens", b"cache_read_input_tokens", b"\\u"];
+
 /// A whole answer of a prefill engine as the client's.
 pub(crate) fn relay_whole(head: Response<()>, answer: Bytes, account: &Account) -> Response<RelayBody> {
     let (mut head, ()) = head.into_parts();
@@ -25,7 +28,9 @@ pub(crate) fn relay_whole(head: Response<()>, answer: Bytes, account: &Account) 
 pub(crate) fn for_client(answer: Bytes, endpoint: Endpoint, part: Option<&PromptPart>) -> Option<Spliced> {
     let must_be_read = memmem::find(&answer, b"kv_transfer_params").is_some()
         || part.is_some_and(|part| part.prompt_logprobs.is_some() || part.echo.is_some());
-    if !must_be_read && part.is_none() {
+    // Most engines count no cached tokens, and then P's answer has nothing to add.
+    let counts = || COUNTS.iter().any(|name| memmem::find(&answer, name).is_some());
+    if !must_be_read && (part.is_none() || !counts()) {
         return Some(Spliced::from(answer));
     }
     match client_answer(&answer, endpoint, part) {

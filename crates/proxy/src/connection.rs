@@ -1,26 +1,23 @@
-//! Connections to engines, plain or TLS, that know how many answers they have carried, so that the
-//! end of a kept one can be told from the failure of a new one.
+//! Connections to engines, plain or TLS: how they are made and what they are made of. Speaks no HTTP.
 
-use std::future::Future;
 use std::io;
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use http::Uri;
 use http::uri::Scheme;
-use hyper::rt::{Read, ReadBufCursor, Write};
-use hyper_util::client::legacy::connect::{Connected, Connection, HttpConnector};
-use hyper_util::rt::TokioIo;
+use hyper_util::client::legacy::connect::HttpConnector;
 use rustls::pki_types::{InvalidDnsNameError, ServerName};
 use rustls::{ClientConfig, RootCertStore};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
-use tower::Service;
+use tower::{Service, ServiceExt as _};
 
 use crate::dial::Dials;
 
@@ -95,23 +92,9 @@ pub(crate) enum ConnectError {
     Modelled,
 }
 
-/// The answers that one connection has carried; found in its answers' and errors' extensions.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Uses(Arc<AtomicU32>);
-
-impl Uses {
-    pub(crate) fn count(&self) {
-        self.0.fetch_add(1, Ordering::Relaxed);
-    }
-
-    pub(crate) fn any(&self) -> bool {
-        self.0.load(Ordering::Relaxed) > 0
-    }
-}
-
-/// Connects as the inner connector does, and shakes hands where the scheme says so.
+/// Makes connections, and shakes hands where the scheme says so.
 #[derive(Clone, Debug)]
-pub(crate) struct Counting {
+pub(crate) struct Dialer {
     tcp: HttpConnector,
     /// Engines in memory, in the place of the network.
     #[cfg(test)]
@@ -121,7 +104,7 @@ pub(crate) struct Counting {
     handshake: Duration,
 }
 
-impl Counting {
+impl Dialer {
     pub(crate) fn new(tcp: HttpConnector, tls: EngineTls, dials: Dials, handshake: Duration) -> Self {
         Self {
             tcp,
@@ -142,139 +125,112 @@ impl Counting {
         self.model = Some(model);
         self
     }
-}
 
-impl Service<Uri> for Counting {
-    type Response = Counted;
-    type Error = ConnectError;
-    type Future = Pin<Box<dyn Future<Output = Result<Counted, ConnectError>> + Send>>;
-
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), ConnectError>> {
-        self.tcp.poll_ready(context).map_err(ConnectError::Tcp)
-    }
-
-    fn call(&mut self, uri: Uri) -> Self::Future {
+    /// Connects to where an address leads. Dropping the future gives the attempt up.
+    ///
+    /// # Errors
+    /// Why there is no connection.
+    pub(crate) async fn dial(&self, uri: Uri) -> Result<Stream, ConnectError> {
         let secure = uri.scheme() == Some(&Scheme::HTTPS);
         let host = uri.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']').to_owned();
         #[cfg(test)]
         if let Some(model) = self.model.clone() {
-            return Box::pin(async move {
-                let stream = model.dial(&uri).await.ok_or(ConnectError::Modelled)?;
-                Ok(Counted { stream: Stream::Modelled(TokioIo::new(stream)), uses: Uses::default() })
-            });
+            return model.dial(&uri).await.map(Stream::Modelled).ok_or(ConnectError::Modelled);
         }
-        let (tls, handshake) = (self.tls.clone(), self.handshake);
         let attempt = self.dials.begin(&uri);
-        let connecting = self.tcp.call(uri);
-        Box::pin(async move {
-            let tcp = match &attempt {
-                None => connecting.await,
-                Some(attempt) => tokio::select! {
-                    biased;
-                    connected = connecting => {
-                        attempt.connected();
-                        connected
-                    }
-                    () = attempt.is_one_too_many() => return Err(ConnectError::Crowded),
-                },
-            };
-            let tcp = tcp.map_err(ConnectError::Tcp)?;
-            drop(attempt);
-            let stream = if secure {
-                let connector = TlsConnector::from(tls.0.load_full());
-                let shaking = connector.connect(ServerName::try_from(host)?, tcp.into_inner());
-                let shaken =
-                    tokio::time::timeout(handshake, shaking).await.map_err(|_| ConnectError::Slow)?;
-                Stream::Tls(Box::new(TokioIo::new(shaken.map_err(ConnectError::Tls)?)))
-            } else {
-                Stream::Plain(tcp)
-            };
-            Ok(Counted { stream, uses: Uses::default() })
-        })
-    }
-}
-
-#[derive(Debug)]
-enum Stream {
-    Plain(TokioIo<TcpStream>),
-    Tls(Box<TokioIo<TlsStream<TcpStream>>>),
-    #[cfg(test)]
-    Modelled(TokioIo<tokio::io::DuplexStream>),
-}
-
-/// A connection with its count.
-#[derive(Debug)]
-pub(crate) struct Counted {
-    stream: Stream,
-    uses: Uses,
-}
-
-impl Connection for Counted {
-    fn connected(&self) -> Connected {
-        let connected = match &self.stream {
-            Stream::Plain(stream) => stream.connected(),
-            Stream::Tls(stream) => stream.inner().get_ref().0.connected(),
-            #[cfg(test)]
-            Stream::Modelled(_) => Connected::new(),
+        let mut connector = self.tcp.clone();
+        let connecting = async { connector.ready().await?.call(uri).await };
+        let tcp = match &attempt {
+            None => connecting.await,
+            Some(attempt) => tokio::select! {
+                biased;
+                connected = connecting => {
+                    attempt.connected();
+                    connected
+                }
+                () = attempt.is_one_too_many() => return Err(ConnectError::Crowded),
+            },
         };
-        connected.extra(self.uses.clone())
+        let tcp = tcp.map_err(ConnectError::Tcp)?.into_inner();
+        drop(attempt);
+        if !secure {
+            return Ok(Stream::Plain(tcp));
+        }
+        let connector = TlsConnector::from(self.tls.0.load_full());
+        let shaking = connector.connect(ServerName::try_from(host)?, tcp);
+        let shaken = tokio::time::timeout(self.handshake, shaking).await.map_err(|_| ConnectError::Slow)?;
+        Ok(Stream::Tls(Box::new(shaken.map_err(ConnectError::Tls)?)))
     }
 }
 
-impl Read for Counted {
+/// A connection.
+#[derive(Debug)]
+pub(crate) enum Stream {
+    Plain(TcpStream),
+    Tls(Box<TlsStream<TcpStream>>),
+    #[cfg(test)]
+    Modelled(tokio::io::DuplexStream),
+}
+
+impl Stream {
+    /// Its other end and this one, if it has such.
+    pub(crate) fn ends(&self) -> Option<(SocketAddr, SocketAddr)> {
+        let tcp = match self {
+            Self::Plain(stream) => stream,
+            Self::Tls(stream) => stream.get_ref().0,
+            #[cfg(test)]
+            Self::Modelled(_) => return None,
+        };
+        tcp.peer_addr().ok().zip(tcp.local_addr().ok())
+    }
+
+    /// Whether written bytes may stay in it until they are flushed.
+    pub(crate) const fn buffers(&self) -> bool {
+        matches!(self, Self::Tls(_))
+    }
+}
+
+/// The same call on whichever stream it is.
+macro_rules! each {
+    ($stream:expr, $inner:ident => $call:expr) => {
+        match $stream {
+            Stream::Plain($inner) => $call,
+            Stream::Tls($inner) => $call,
+            #[cfg(test)]
+            Stream::Modelled($inner) => $call,
+        }
+    };
+}
+
+impl AsyncRead for Stream {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
-        buffer: ReadBufCursor<'_>,
+        buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        match &mut self.stream {
-            Stream::Plain(stream) => Pin::new(stream).poll_read(context, buffer),
-            Stream::Tls(stream) => Pin::new(stream).poll_read(context, buffer),
-            #[cfg(test)]
-            Stream::Modelled(stream) => Pin::new(stream).poll_read(context, buffer),
-        }
+        each!(&mut *self, stream => Pin::new(stream).poll_read(context, buffer))
     }
 }
 
-impl Write for Counted {
+impl AsyncWrite for Stream {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        match &mut self.stream {
-            Stream::Plain(stream) => Pin::new(stream).poll_write(context, bytes),
-            Stream::Tls(stream) => Pin::new(stream).poll_write(context, bytes),
-            #[cfg(test)]
-            Stream::Modelled(stream) => Pin::new(stream).poll_write(context, bytes),
-        }
+        each!(&mut *self, stream => Pin::new(stream).poll_write(context, bytes))
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match &mut self.stream {
-            Stream::Plain(stream) => Pin::new(stream).poll_flush(context),
-            Stream::Tls(stream) => Pin::new(stream).poll_flush(context),
-            #[cfg(test)]
-            Stream::Modelled(stream) => Pin::new(stream).poll_flush(context),
-        }
+        each!(&mut *self, stream => Pin::new(stream).poll_flush(context))
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match &mut self.stream {
-            Stream::Plain(stream) => Pin::new(stream).poll_shutdown(context),
-            Stream::Tls(stream) => Pin::new(stream).poll_shutdown(context),
-            #[cfg(test)]
-            Stream::Modelled(stream) => Pin::new(stream).poll_shutdown(context),
-        }
+        each!(&mut *self, stream => Pin::new(stream).poll_shutdown(context))
     }
 
     fn is_write_vectored(&self) -> bool {
-        match &self.stream {
-            Stream::Plain(stream) => stream.is_write_vectored(),
-            Stream::Tls(stream) => stream.is_write_vectored(),
-            #[cfg(test)]
-            Stream::Modelled(stream) => stream.is_write_vectored(),
-        }
+        each!(self, stream => stream.is_write_vectored())
     }
 
     fn poll_write_vectored(
@@ -282,11 +238,6 @@ impl Write for Counted {
         context: &mut Context<'_>,
         pieces: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        match &mut self.stream {
-            Stream::Plain(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
-            Stream::Tls(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
-            #[cfg(test)]
-            Stream::Modelled(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
-        }
+        each!(&mut *self, stream => Pin::new(stream).poll_write_vectored(context, pieces))
     }
 }

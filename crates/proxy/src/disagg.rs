@@ -96,7 +96,6 @@ impl Core {
             exchange.client.check_model(request.model())?;
             let of_model = self.metrics.of_model(request.model(), || self.pool.serves(request.model()));
             exchange.account.tell(|told| {
-                told.set_model(request.model());
                 told.of_model = Some(of_model);
                 told.is_stream = request.wants_stream();
             });

@@ -24,7 +24,6 @@ pub(crate) struct Waiting {
 
 /// One decode leg. Boxed by its owner: it is moved about.
 pub(crate) struct Flow {
-    account: Account,
     peer: Arc<Peer>,
     metrics: Arc<Metrics>,
     model: Arc<OfModel>,
@@ -41,6 +40,8 @@ pub(crate) struct Flow {
     chunks: u64,
     steps: Batch,
     usage: Usage,
+    /// The last field: with the last account the request's own span ends, after these.
+    account: Account,
 }
 
 impl Flow {

@@ -42,6 +42,7 @@ mod trace;
 mod trial;
 mod upstream;
 mod warm_up;
+mod wire;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

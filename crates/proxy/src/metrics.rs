@@ -76,6 +76,11 @@ impl OfModel {
         })
     }
 
+    /// The model's name, `other` for those that the fleet does not know.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
     pub(crate) fn request_took(&self, took: Duration, example: Example) {
         observe(&self.request, took, example);
     }

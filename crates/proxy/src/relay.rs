@@ -6,7 +6,6 @@ use std::sync::Arc;
 use bytes::Bytes;
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, Response};
-use hyper::body::Incoming;
 use tokio::time::{Instant, timeout_at};
 
 use crate::Core;
@@ -21,6 +20,7 @@ use crate::settings::Settings;
 use crate::stream::{Bounds, Events, Guards, RelayBody};
 use crate::timeline::Step;
 use crate::upstream::{Leg, X_DATA_PARALLEL_RANK, request_headers, response_headers};
+use crate::wire::EngineBody;
 
 impl Core {
     /// Turns D's answer into the client's: JSON is held whole, so that it arrives complete or not
@@ -28,7 +28,7 @@ impl Core {
     pub(crate) async fn relay(
         &self,
         settings: &Settings,
-        answer: Response<Incoming>,
+        answer: Response<EngineBody>,
         mut guards: Guards,
     ) -> Result<Response<RelayBody>, UpstreamFailure> {
         let (mut head, body) = answer.into_parts();

@@ -11,7 +11,6 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
-use hyper::body::Incoming;
 use tokio::time::{Instant, Sleep};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
@@ -25,6 +24,7 @@ use crate::request::Endpoint;
 use crate::request_id::RequestId;
 use crate::splice::{PromptPart, Spliced};
 use crate::upstream::body_broken;
+use crate::wire::EngineBody;
 
 pub(crate) use events::{Events, Sight};
 pub use failure::{EventError, error_event};
@@ -109,7 +109,7 @@ enum Kind {
 }
 
 struct Live {
-    body: Incoming,
+    body: EngineBody,
     guards: Guards,
     events: Option<Events>,
     /// The engine said so itself.
@@ -130,7 +130,7 @@ impl RelayBody {
     }
 
     /// An answer passed on as it comes, `events` if it is a stream of them.
-    pub(crate) fn live(body: Incoming, guards: Guards, events: Option<Events>, bounds: Bounds) -> Self {
+    pub(crate) fn live(body: EngineBody, guards: Guards, events: Option<Events>, bounds: Bounds) -> Self {
         let Bounds { idle, ends, cut } = bounds;
         let silence = Box::pin(tokio::time::sleep_until(ends.min(Instant::now() + idle)));
         let cut = Box::pin(cut.cancelled_owned());

@@ -1,8 +1,6 @@
 //! The only client that carries requests to engines: header policy, deadlines, and what broke
 //! where. Decides nothing about retries and never logs a body.
 
-use std::error::Error as _;
-use std::future::Future;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,18 +8,15 @@ use std::time::Duration;
 use arc_swap::ArcSwap;
 use bytes::{Bytes, BytesMut};
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
-use http::{Method, Request, Response};
+use http::{Method, Response};
 use http_body::Body as _;
 use http_body_util::BodyExt as _;
-use hyper::body::Incoming;
-use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::{HttpConnector, HttpInfo};
-use hyper_util::rt::TokioTimer;
+use hyper_util::client::legacy::connect::HttpConnector;
 use tokio::time::{Instant, timeout};
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
-use crate::connection::{Counting, EngineTls, Uses};
+use crate::connection::{Dialer, EngineTls};
 use crate::dial::Dials;
 use crate::error::{Broken, Progress, Stage, UpstreamFailure};
 use crate::held::Held;
@@ -29,6 +24,7 @@ use crate::pool::peer::Peer;
 use crate::request_id::{RequestId, X_REQUEST_ID};
 use crate::settings::Timeouts;
 use crate::splice::Spliced;
+use crate::wire::{Ends, EngineBody, Outgoing, Wire, WireError};
 
 /// Headers that concern one connection only (RFC 9110, 7.6.1), or that the client library sets.
 const HOP_BY_HOP: [HeaderName; 10] = [
@@ -66,9 +62,7 @@ const STALE_WITHIN: Duration = Duration::from_secs(1);
 /// The data-path client.
 #[derive(Clone, Debug)]
 pub(crate) struct Upstream {
-    client: Client<Counting, Spliced>,
-    /// Opens a connection for each request: of several kept ones, all may be about to end.
-    fresh: Client<Counting, Spliced>,
+    wire: Wire,
     idle: Arc<ArcSwap<Duration>>,
     /// Says in `Via` that a request went through this very router.
     mark: HeaderValue,
@@ -94,19 +88,6 @@ pub(crate) struct Route {
     pub(crate) remote: Option<IpAddr>,
 }
 
-/// Runs the client's connections as tracked tasks.
-#[derive(Clone, Debug)]
-struct Tracked(TaskTracker);
-
-impl<F> hyper::rt::Executor<F> for Tracked
-where
-    F: Future<Output = ()> + Send + 'static,
-{
-    fn execute(&self, future: F) {
-        self.0.spawn(future);
-    }
-}
-
 impl Upstream {
     pub(crate) fn new(timeouts: &Timeouts, tls: EngineTls, held: Held, tasks: TaskTracker) -> Self {
         let mut connector = HttpConnector::new();
@@ -120,7 +101,7 @@ impl Upstream {
         #[cfg(target_os = "linux")]
         connector.set_tcp_user_timeout(Some(vanished));
         let dials = Dials::new(timeouts.slow_connect);
-        Self::through(Counting::new(connector, tls, dials, timeouts.connect), timeouts, held, tasks)
+        Self::through(Dialer::new(connector, tls, dials, timeouts.connect), timeouts, held, tasks)
     }
 
     /// Over engines in memory.
@@ -132,19 +113,16 @@ impl Upstream {
         tasks: TaskTracker,
     ) -> Self {
         let dials = Dials::new(timeouts.slow_connect);
-        let connector = Counting::new(HttpConnector::new(), EngineTls::default(), dials, timeouts.connect);
-        Self::through(connector.over(model), timeouts, held, tasks)
+        let dialer = Dialer::new(HttpConnector::new(), EngineTls::default(), dials, timeouts.connect);
+        Self::through(dialer.over(model), timeouts, held, tasks)
     }
 
-    fn through(connector: Counting, timeouts: &Timeouts, held: Held, tasks: TaskTracker) -> Self {
-        let mut builder = Client::builder(Tracked(tasks));
-        builder.pool_timer(TokioTimer::new()).timer(TokioTimer::new()).pool_idle_timeout(timeouts.pool_idle);
-        let dials = connector.dials().clone();
-        let client = builder.build(connector.clone());
-        let fresh = builder.pool_max_idle_per_host(0).build(connector);
+    fn through(dialer: Dialer, timeouts: &Timeouts, held: Held, tasks: TaskTracker) -> Self {
+        let dials = dialer.dials().clone();
+        let wire = Wire::new(dialer, timeouts.pool_idle, tasks);
         let mark = HeaderValue::try_from(format!("1.1 kvbaton-{}", Uuid::new_v4().simple()));
         let mark = mark.unwrap_or_else(|_| HeaderValue::from_static("1.1 kvbaton"));
-        Self { client, fresh, idle: Arc::new(ArcSwap::from_pointee(timeouts.idle)), held, mark, dials }
+        Self { wire, idle: Arc::new(ArcSwap::from_pointee(timeouts.idle)), held, mark, dials }
     }
 
     /// Another bound on the silence inside answers, for those that begin from now on.
@@ -174,8 +152,8 @@ impl Upstream {
         &self,
         leg: Leg<'_>,
         head: Duration,
-    ) -> Result<Response<Incoming>, UpstreamFailure> {
-        self.exchange(&self.client, leg, head).await
+    ) -> Result<Response<EngineBody>, UpstreamFailure> {
+        self.exchange(leg, false, head).await
     }
 
     /// As [`Upstream::send`] on a connection of its own, for what a kept one has just lost.
@@ -186,41 +164,43 @@ impl Upstream {
         &self,
         leg: Leg<'_>,
         head: Duration,
-    ) -> Result<Response<Incoming>, UpstreamFailure> {
-        self.exchange(&self.fresh, leg, head).await
+    ) -> Result<Response<EngineBody>, UpstreamFailure> {
+        self.exchange(leg, true, head).await
     }
 
     async fn exchange(
         &self,
-        client: &Client<Counting, Spliced>,
         leg: Leg<'_>,
+        anew: bool,
         head: Duration,
-    ) -> Result<Response<Incoming>, UpstreamFailure> {
+    ) -> Result<Response<EngineBody>, UpstreamFailure> {
         let stage = leg.stage;
         let failure = |broken, progress| UpstreamFailure::new(stage, broken, progress);
-        let uri = leg.peer.uri(leg.path).map_err(|_| failure(Broken::Protocol, Progress::NotSent))?;
-        let mut request = Request::new(leg.body);
-        *request.method_mut() = leg.method;
-        *request.uri_mut() = uri;
-        *request.headers_mut() = leg.headers;
-        leg.peer.authorize(request.headers_mut());
-        leg.peer.place(request.headers_mut());
-        request.headers_mut().append(header::VIA, self.mark.clone());
+        let mut headers = leg.headers;
+        leg.peer.authorize(&mut headers);
+        leg.peer.place(&mut headers);
+        headers.append(header::VIA, self.mark.clone());
+        let request = Outgoing {
+            place: leg.peer.wire_place(),
+            prefix: leg.peer.prefix(),
+            method: &leg.method,
+            path: leg.path,
+            headers: &headers,
+            body: &leg.body,
+        };
         let sent = Instant::now();
-        match timeout(head, client.request(request)).await {
-            Ok(Ok(response)) => {
-                if let Some(uses) = response.extensions().get::<Uses>() {
-                    uses.count();
-                }
-                // No interim answer, redirect or invented status is an engine's to give: a redirect
-                // would send the client to an address of the fleet.
-                match response.status().as_u16() {
-                    200..=299 | 400..=599 => Ok(response),
-                    _ => Err(failure(Broken::Protocol, Progress::Answering)),
-                }
-            }
+        let exchange =
+            async { if anew { self.wire.send_anew(&request).await } else { self.wire.send(&request).await } };
+        match timeout(head, exchange).await {
+            // No interim answer, redirect or invented status is an engine's to give: a redirect
+            // would send the client to an address of the fleet.
+            Ok(Ok(response)) => match response.status().as_u16() {
+                200..=299 | 400..=599 => Ok(response),
+                _ => Err(failure(Broken::Protocol, Progress::Answering)),
+            },
             Ok(Err(error)) => {
-                tracing::debug!(peer = %leg.peer.id, error = %error, source = ?error.source(), "exchange failed");
+                let source = std::error::Error::source(&error);
+                tracing::debug!(peer = %leg.peer.id, %error, ?source, "exchange failed");
                 let failure = classify(stage, &error);
                 // An engine that closes for idleness does so at once, not while it works.
                 Err(UpstreamFailure { stale: failure.stale && sent.elapsed() < STALE_WITHIN, ..failure })
@@ -236,7 +216,7 @@ impl Upstream {
     pub(crate) async fn collect(
         &self,
         stage: Stage,
-        mut body: Incoming,
+        mut body: EngineBody,
         limit: usize,
     ) -> Result<Bytes, UpstreamFailure> {
         let failure = |broken| UpstreamFailure::new(stage, broken, Progress::Answering);
@@ -278,39 +258,30 @@ impl Upstream {
 }
 
 /// What an error while reading a body means.
-pub(crate) fn body_broken(error: &hyper::Error) -> Broken {
-    if error.is_parse() { Broken::Protocol } else { Broken::Reset }
+pub(crate) const fn body_broken(error: &WireError) -> Broken {
+    match error {
+        WireError::Protocol => Broken::Protocol,
+        _ => Broken::Reset,
+    }
 }
 
-fn classify(stage: Stage, error: &hyper_util::client::legacy::Error) -> UpstreamFailure {
-    if error.is_connect() {
-        return UpstreamFailure::new(stage, Broken::Connect, Progress::NotSent);
-    }
-    let mut uses = http::Extensions::new();
-    if let Some(connection) = error.connect_info() {
-        connection.get_extras(&mut uses);
-    }
-    let reused = uses.get::<Uses>().is_some_and(Uses::any);
-    let mut source = error.source();
-    while let Some(cause) = source {
-        if let Some(cause) = cause.downcast_ref::<hyper::Error>() {
-            if cause.is_parse() {
-                return UpstreamFailure::new(stage, Broken::Protocol, Progress::Sent);
-            }
-            let progress = if cause.is_canceled() { Progress::NotSent } else { Progress::Sent };
-            return UpstreamFailure { stage, broken: Broken::Reset, progress, stale: reused };
-        }
-        source = cause.source();
-    }
-    UpstreamFailure { stage, broken: Broken::Reset, progress: Progress::Sent, stale: reused }
+const fn classify(stage: Stage, error: &WireError) -> UpstreamFailure {
+    let (broken, progress, stale) = match error {
+        WireError::Connect(_) => (Broken::Connect, Progress::NotSent, false),
+        WireError::Target => (Broken::Protocol, Progress::NotSent, false),
+        WireError::Unsent(_) => (Broken::Reset, Progress::NotSent, false),
+        WireError::Reset { silent } => (Broken::Reset, Progress::Sent, *silent),
+        WireError::Protocol => (Broken::Protocol, Progress::Sent, false),
+    };
+    UpstreamFailure { stage, broken, progress, stale }
 }
 
 /// Whether an engine runs on this host, by the two ends of the connection that its answer came on.
 pub(crate) fn route<B>(response: &Response<B>) -> Route {
-    let info = response.extensions().get::<HttpInfo>();
+    let ends = response.extensions().get::<Ends>();
     Route {
-        same_host: info.is_some_and(|info| is_same_host(info.remote_addr(), info.local_addr())),
-        remote: info.map(|info| info.remote_addr().ip().to_canonical()),
+        same_host: ends.is_some_and(|ends| is_same_host(ends.remote, ends.local)),
+        remote: ends.map(|ends| ends.remote.ip().to_canonical()),
     }
 }
 
@@ -322,10 +293,18 @@ fn is_same_host(remote: SocketAddr, local: SocketAddr) -> bool {
 /// The client's headers as an engine gets them: without those of the connection, with exactly one
 /// request id.
 pub(crate) fn request_headers(client: &HeaderMap, request_id: &RequestId) -> HeaderMap {
-    let mut headers = client.clone();
-    strip_connection(&mut headers);
-    for name in REMADE.iter().chain(&CROSS_ORIGIN) {
-        headers.remove(name);
+    let named = named_by_connection(client);
+    // With room for what the legs add.
+    let mut headers = HeaderMap::with_capacity(client.len() + 4);
+    for (name, value) in client {
+        let kept = !HOP_BY_HOP.contains(name)
+            && !REMADE.contains(name)
+            && !CROSS_ORIGIN.contains(name)
+            && *name != X_REQUEST_ID
+            && !named.contains(name);
+        if kept {
+            headers.append(name, value.clone());
+        }
     }
     headers.insert(X_REQUEST_ID, request_id.header_value());
     headers
@@ -334,29 +313,29 @@ pub(crate) fn request_headers(client: &HeaderMap, request_id: &RequestId) -> Hea
 /// An engine's response headers as the client gets them. The length is remade from the body, and
 /// the request id is the router's to set.
 pub(crate) fn response_headers(headers: &mut HeaderMap) {
-    strip_connection(headers);
-    for name in &ADDRESSES {
+    let named = named_by_connection(headers);
+    let gone = |name: &&HeaderName| {
+        HOP_BY_HOP.contains(name)
+            || ADDRESSES.contains(name)
+            || **name == header::CONTENT_LENGTH
+            || **name == X_REQUEST_ID
+            || name.as_str().starts_with("access-control-")
+            || named.contains(name)
+    };
+    let gone: Vec<HeaderName> = headers.keys().filter(gone).cloned().collect();
+    for name in &gone {
         headers.remove(name);
     }
-    let cross_origin: Vec<HeaderName> =
-        headers.keys().filter(|name| name.as_str().starts_with("access-control-")).cloned().collect();
-    for name in &cross_origin {
-        headers.remove(name);
-    }
-    headers.remove(header::CONTENT_LENGTH);
-    headers.remove(X_REQUEST_ID);
 }
 
-fn strip_connection(headers: &mut HeaderMap) {
-    let named: Vec<HeaderName> = headers
-        .get_all(header::CONNECTION)
-        .iter()
-        .flat_map(|value| value.as_bytes().split(|byte| *byte == b','))
-        .filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok())
-        .collect();
-    for name in named.iter().chain(&HOP_BY_HOP) {
-        headers.remove(name);
+/// What the `Connection` header says is of this connection only.
+fn named_by_connection(headers: &HeaderMap) -> Vec<HeaderName> {
+    if !headers.contains_key(header::CONNECTION) {
+        return Vec::new();
     }
+    let values = headers.get_all(header::CONNECTION).iter();
+    let names = values.flat_map(|value| value.as_bytes().split(|byte| *byte == b','));
+    names.filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok()).collect()
 }
 
 /// Headers for requests of the router's own.

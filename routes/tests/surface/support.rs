@@ -6,12 +6,12 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::ConnectInfo;
-use http::{HeaderMap, Method, Request, StatusCode};
+use http::{HeaderMap, Method, Request, Response, StatusCode};
 use http_body_util::BodyExt;
 use kvbaton_proxy::{ModelScope, Proxy, Settings};
 use kvbaton_routes::{
     Access, CertificateNames, Cors, Credential, Duty, Limits, Logging, Mounts, Origins, Reload, Rules,
-    SecretDigest, State, app,
+    SecretDigest, State, Surface as Listener, app,
 };
 use serde_json::{Value, json};
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -24,6 +24,7 @@ pub(crate) const TOKEN: &str = "s3cret";
 /// The surface, and the core behind it for as long as this lives.
 pub(crate) struct Surface {
     pub(crate) router: Router,
+    listener: Listener,
     pub(crate) proxy: Proxy,
     _stop: DropGuard,
 }
@@ -71,13 +72,23 @@ impl Surface {
             reload: Reload::default(),
             logging: Logging::default(),
         };
-        let router = app(state, mounts);
-        Self { router, proxy, _stop: stop.drop_guard() }
+        let (router, listener) = (app(state.clone(), mounts), Listener::new(state, mounts));
+        Self { router, listener, proxy, _stop: stop.drop_guard() }
+    }
+
+    /// As a listener answers, where the client's address is known.
+    async fn answer(&self, request: Request<Body>) -> Response<Body> {
+        let client = request.extensions().get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(client)| *client);
+        let answer = match client {
+            Some(client) => self.listener.answer(request, client, None).await,
+            None => self.router.clone().oneshot(request).await,
+        };
+        answer.unwrap()
     }
 
     /// The first so many events of an answer that does not end by itself.
     pub(crate) async fn events(&self, ask: Ask, count: usize) -> Vec<Event> {
-        let response = self.router.clone().oneshot(ask.request).await.unwrap();
+        let response = self.answer(ask.request).await;
         assert_eq!(
             (response.status(), &response.headers()["content-type"]),
             (StatusCode::OK, &"text/event-stream".parse().unwrap())
@@ -92,7 +103,7 @@ impl Surface {
     }
 
     pub(crate) async fn ask(&self, ask: Ask) -> Answer {
-        let response = self.router.clone().oneshot(ask.request).await.unwrap();
+        let response = self.answer(ask.request).await;
         let (head, body) = response.into_parts();
         let body = body.collect().await.unwrap().to_bytes();
         let ids: Vec<_> = head.headers.get_all("x-request-id").iter().collect();

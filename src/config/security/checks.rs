@@ -8,6 +8,9 @@ use kvbaton_routes::{Origins, SecretDigest};
 use super::{CredentialRole, Key, Tls};
 use crate::config::{Config, LONGEST};
 
+/// More than any host has cores.
+const MOST_THREADS: usize = 1024;
+
 /// Longest key or credential name.
 const NAME_BYTES: usize = 128;
 
@@ -33,6 +36,9 @@ pub(in crate::config) fn check(config: &Config, wrong: &mut impl FnMut(&str, Str
     }
     if config.connections.most == 0 {
         wrong("connections.most", "must not be zero".into(), "the default is 16384");
+    }
+    if config.connections.threads > MOST_THREADS {
+        wrong("connections.threads", format!("must be at most {MOST_THREADS}"), "0 is one for each core");
     }
     for (key, value) in [
         ("connections.handshake", config.connections.handshake),

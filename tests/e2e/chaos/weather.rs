@@ -64,8 +64,13 @@ impl Weather {
             2 => arm(refusal(400)),
             3 => {
                 // Together they end the connection before anything is computed.
-                arm(refusal(503));
-                arm(Fault::Reset { after_bytes: self.dice.below(80) as u64 });
+                let reset = Fault::Reset { after_bytes: self.dice.below(80) as u64 };
+                let both = [refusal(503), reset];
+                engine.faults().arm_all(both.map(|fault| ArmedFault {
+                    fault,
+                    leg: Leg::Prefill,
+                    sticky: false,
+                }));
             }
             4 => arm(Fault::Garbage { body: "garbage".to_owned() }),
             5 => arm(Fault::Stall { stage: Stage::Arrival }),

@@ -75,6 +75,26 @@ async fn a_verdict_names_what_is_wrong_and_what_to_do() {
 }
 
 #[tokio::test]
+async fn an_engine_that_computes_the_prompt_itself_does_not_pass_for_one_that_reads() {
+    // Nobody can shake hands with the prefill engine, and the decode engine helps itself.
+    let deaf = |engine: &mut engine_sim::EngineConfig| {
+        if engine.role == Role::Prefill {
+            engine.registry = None;
+        }
+        engine.load_failure_policy = LoadFailurePolicy::Recompute;
+    };
+    let cluster = Cluster::builder().engine(deaf).unready().start().await;
+    cluster.wait_ready().await;
+    let said = check(&cluster, &["--output", "json"]).await;
+    assert_eq!(said.code, 1, "{said:?}");
+    let report = said.json();
+    let pair = &report["pairs"][0];
+    assert_eq!((&pair["result"], &pair["read"]), (&"not_read".into(), &false.into()), "{pair}");
+    assert!(report["findings"][0]["advice"].as_str().unwrap().contains("VLLM_NIXL_SIDE_CHANNEL_HOST"));
+    cluster.finish_whatever_was_warned().await;
+}
+
+#[tokio::test]
 async fn engines_that_do_not_fit_or_do_not_answer_are_not_sent_anything() {
     let small = |engine: &mut engine_sim::EngineConfig| {
         if engine.role == Role::Decode {

@@ -155,6 +155,10 @@ async fn run(shared: &Arc<Shared>, incoming: Incoming, plan: Plan) -> Result<Res
         cleanup.disarm();
         return Err(Rejection::dead());
     }
+    // A real engine registers before it listens: nobody could read from one that has not.
+    if transfer.leg() == Leg::Prefill && !shared.known.load(Ordering::Relaxed) {
+        return Err(Rejection::starting());
+    }
     let samplings = request.check(&shared.config.model, shared.config.max_model_len)?;
     // The prompt's tokens are not computed here, so that there is nothing to say of them: engines were seen to
     // crash on this (vllm#27449), or to leave it out. Nobody may rely on either.

@@ -112,8 +112,8 @@ async fn generation(shared: Arc<Shared>, endpoint: Endpoint, request: Request) -
     if plan.stall == Some(Stage::Arrival) {
         std::future::pending::<()>().await;
     }
-    if let (Some(bytes), Some(control)) = (plan.reset_after, &control) {
-        control.reset_after(bytes);
+    if let Some(control) = &control {
+        control.reset_after(plan.reset_after);
     }
     let close = plan.close;
     let mut response = match misbehaviour(&plan) {

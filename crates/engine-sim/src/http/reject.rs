@@ -101,6 +101,11 @@ impl Rejection {
         Self::server_error(DEAD_ENGINE)
     }
 
+    /// The engine is not known to the registry yet.
+    pub(crate) fn starting() -> Self {
+        Self { status: StatusCode::SERVICE_UNAVAILABLE, ..Self::server_error("The engine is starting") }
+    }
+
     fn server_error(message: &str) -> Self {
         Self {
             status: StatusCode::INTERNAL_SERVER_ERROR,

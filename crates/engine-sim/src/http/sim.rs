@@ -78,9 +78,7 @@ pub(super) async fn set_faults(State(shared): State<Arc<Shared>>, body: Bytes) -
     if order.clear {
         shared.faults.clear();
     }
-    for fault in order.arm {
-        shared.faults.arm(fault);
-    }
+    shared.faults.arm_all(order.arm);
     for hold in order.hold {
         shared.faults.hold_outside(hold.stage, hold.leg);
     }

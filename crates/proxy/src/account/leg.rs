@@ -20,8 +20,8 @@ impl Account {
                 span.say("gen_ai.operation.name", || operation);
                 span.say("gen_ai.provider.name", || "vllm");
             }
-            if let Some(model) = self.0.told.lock().model.clone() {
-                span.say("gen_ai.request.model", || model);
+            if let Some(model) = &self.0.told.lock().of_model {
+                span.say("gen_ai.request.model", || model.name());
             }
             span.say("server.address", || peer.host());
             if let Some(port) = peer.authority().port_u16() {

@@ -8,17 +8,13 @@ use crate::metrics::OfModel;
 use crate::pool::peer::Peer;
 use crate::trace::Span;
 
-/// Longest name of a model in a line; a client's word may be as long as its body.
-const LONGEST_MODEL: usize = 128;
-
 /// The target of the line, by which a filter can tell it from others.
 pub(super) const TARGET: &str = "kvbaton::access";
 
 /// Said of a request so far.
 #[derive(Debug, Default)]
 pub(crate) struct Told {
-    /// As the client named it.
-    pub(crate) model: Option<String>,
+    /// The model, by its name only if the fleet knows it: a client may write anything there.
     pub(crate) of_model: Option<Arc<OfModel>>,
     /// Whose API key it came with.
     pub(crate) key: Option<Arc<str>>,
@@ -73,21 +69,14 @@ fn seconds(duration: Option<Duration>) -> Option<f64> {
 }
 
 impl Told {
-    /// The model as the client named it, cut where that is too long.
-    pub(crate) fn set_model(&mut self, name: &str) {
-        let end = name.char_indices().map(|(at, _)| at).take_while(|at| *at <= LONGEST_MODEL).last();
-        let whole = name.len() <= LONGEST_MODEL;
-        self.model = Some(name[..if whole { name.len() } else { end.unwrap_or(0) }].to_owned());
-    }
-
     /// What the conventions for generative models have names for.
     pub(super) fn describe(&self, root: &mut Span, endpoint: &'static str) {
         if let Some(operation) = operation(endpoint) {
             root.say("gen_ai.operation.name", || operation);
             root.say("gen_ai.provider.name", || "vllm");
         }
-        if let Some(model) = &self.model {
-            root.say("gen_ai.request.model", || model.clone());
+        if let Some(model) = &self.of_model {
+            root.say("gen_ai.request.model", || model.name());
         }
         let counts = [
             ("gen_ai.usage.input_tokens", self.prompt_tokens),
@@ -117,8 +106,7 @@ impl Told {
             request_id = line.request_id,
             trace_id = line.trace_id.map(|id| tracing::field::display(format!("{id:032x}"))),
             endpoint = line.endpoint,
-            // The client's word, which may hold anything: both shapes of the log quote a text.
-            model = self.model.as_deref(),
+            model = self.of_model.as_ref().map(|model| model.name()),
             key = self.key.as_deref(),
             stream = self.is_stream,
             status = line.status,
@@ -138,24 +126,5 @@ impl Told {
             seconds = line.took.as_secs_f64(),
             "request ended"
         );
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_long_name_is_cut_at_a_character() {
-        let named = |name: &str| {
-            let mut told = Told::default();
-            told.set_model(name);
-            told.model.unwrap()
-        };
-        assert_eq!(named("m"), "m");
-        assert_eq!(named(""), "");
-        assert_eq!(named(&"x".repeat(4000)).len(), LONGEST_MODEL);
-        let wide = named(&"\u{e9}x".repeat(400));
-        assert!(wide.len() <= LONGEST_MODEL && wide.len() > LONGEST_MODEL - 4, "{}", wide.len());
     }
 }

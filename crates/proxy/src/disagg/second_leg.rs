@@ -4,7 +4,6 @@
 use std::sync::Arc;
 
 use http::{Method, Response, StatusCode};
-use hyper::body::Incoming;
 
 use super::{Exchange, Order};
 use crate::Core;
@@ -16,6 +15,7 @@ use crate::relay::decode_headers;
 use crate::retry::{self, Verdict};
 use crate::stream::Guards;
 use crate::upstream::Leg;
+use crate::wire::EngineBody;
 
 impl Core {
     /// One try of the second leg.
@@ -29,7 +29,7 @@ impl Core {
         in_flight: InFlight,
         mut lease: Option<Lease>,
         anew: bool,
-    ) -> Result<(Response<Incoming>, Guards), (UpstreamFailure, Option<Lease>)> {
+    ) -> Result<(Response<EngineBody>, Guards), (UpstreamFailure, Option<Lease>)> {
         let peer = Arc::clone(&in_flight.peer);
         let handed_over = lease.as_ref().and_then(|lease| {
             let (since, prefill) = (lease.granted()?, lease.prefill()?);

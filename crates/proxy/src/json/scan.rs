@@ -6,6 +6,9 @@ use super::{JsonFault, JsonFaultKind, Kind, MAX_DEPTH};
 
 const WORD_BITS: usize = u64::BITS as usize;
 
+/// Words of a string that are looked at one by one.
+const NEAR: usize = 4;
+
 /// What [`walk`] meets, in the order of the text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Event {
@@ -158,6 +161,11 @@ impl Scanner<'_> {
     fn string(&mut self) -> Result<bool, JsonFault> {
         let bytes = self.text.as_bytes();
         let mut at = self.at + 1;
+        // Most strings are keys: too short for a search that has to be set up.
+        if let Some(end) = near_end(bytes, at) {
+            self.at = end + 1;
+            return Ok(false);
+        }
         let mut escaped = false;
         loop {
             let rest = &bytes[at..];
@@ -277,6 +285,26 @@ impl Nesting {
         self.depth -= 1;
         self.depth == 0
     }
+}
+
+/// The closing quote of a string that holds nothing special before it, if that is near.
+fn near_end(bytes: &[u8], start: usize) -> Option<usize> {
+    const EACH: u64 = u64::MAX / 0xFF;
+    const HIGH: u64 = EACH << 7;
+    for at in (start..).step_by(size_of::<u64>()).take(NEAR) {
+        let word = u64::from_le_bytes(*bytes.get(at..)?.first_chunk()?);
+        // Of each of these the lowest byte that is marked is right, which is the only one that counts.
+        let lacks = |byte: u8| {
+            (word ^ (EACH * u64::from(byte))).wrapping_sub(EACH) & !(word ^ (EACH * u64::from(byte)))
+        };
+        let controls = word.wrapping_sub(EACH * u64::from(b' ')) & !word;
+        let special = (lacks(b'"') | lacks(b'\\') | controls) & HIGH;
+        if special != 0 {
+            let found = at + special.trailing_zeros() as usize / 8;
+            return (bytes[found] == b'"').then_some(found);
+        }
+    }
+    None
 }
 
 /// A minimum instead of a search: it has no early exit, so it compiles to vector code.

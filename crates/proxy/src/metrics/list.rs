@@ -46,7 +46,7 @@ metrics! {
         cached_tokens: Family<ModelLabel, Counter>, "cached_prompt_tokens",
             "Prompt tokens that prefill engines found in their caches";
         output_tokens: Family<ModelLabel, Counter>, "output_tokens",
-            "Generated tokens: the engine's count where its answer tells it, else the chunks that hold tokens";
+            "Generated tokens: the engine's count where its answer tells it, else the chunks of its stream, which are about as many";
         prefill: Durations, "prefill" Seconds,
             "Time from sending the prefill leg to its whole answer";
         hand_over: Durations, "hand_over" Seconds,

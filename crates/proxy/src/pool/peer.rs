@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use arc_swap::{ArcSwap, ArcSwapOption};
 use http::header::{AUTHORIZATION, HeaderMap, HeaderValue};
-use http::uri::{Authority, PathAndQuery, Scheme, Uri};
+use http::uri::{Authority, Scheme, Uri};
 use kv_connector::protocol::params::Generation;
 use parking_lot::{Mutex, RwLock};
 use serde::Serialize;
@@ -27,6 +27,7 @@ use crate::request::Endpoint;
 use crate::side_channel::channels::{Channels, SideChannelView};
 use crate::upstream::X_DATA_PARALLEL_RANK;
 use crate::warm_up::Warmth;
+use crate::wire::Place;
 
 /// Most engine ids that are remembered of one peer: its data-parallel ranks, and some restarts.
 const MAX_ENGINE_IDS: usize = 256;
@@ -94,7 +95,7 @@ pub(crate) struct Peer {
     /// The id, for whoever keeps it.
     pub(crate) name: Arc<str>,
     pub(crate) spec: PeerSpec,
-    scheme: Scheme,
+    wire_place: Place,
     authority: Authority,
     prefix: String,
     replaced_authorization: Option<HeaderValue>,
@@ -153,7 +154,7 @@ impl Peer {
             id,
             address: canonical_base_url(&spec.url),
             spec,
-            scheme,
+            wire_place: Place::new(scheme == Scheme::HTTPS, authority.clone()),
             authority,
             prefix,
             replaced_authorization,
@@ -181,18 +182,14 @@ impl Peer {
         *self.met.write() = before.met.read().clone();
     }
 
-    /// The absolute URI of `path` (which begins with a slash) on this peer.
-    pub(crate) fn uri(&self, path_and_query: &str) -> Result<Uri, http::Error> {
-        let joined: PathAndQuery = if self.prefix.is_empty() {
-            path_and_query.parse()?
-        } else {
-            format!("{}{path_and_query}", self.prefix).parse()?
-        };
-        Uri::builder()
-            .scheme(self.scheme.clone())
-            .authority(self.authority.clone())
-            .path_and_query(joined)
-            .build()
+    /// Where its connections lead.
+    pub(crate) const fn wire_place(&self) -> &Place {
+        &self.wire_place
+    }
+
+    /// What comes before each path on it, without a slash at the end.
+    pub(crate) fn prefix(&self) -> &str {
+        &self.prefix
     }
 
     pub(crate) fn authority(&self) -> &Authority {

@@ -2,6 +2,8 @@
 //!
 //! No value is refused here, so the second pass can name each defect.
 
+mod plain;
+
 use std::borrow::Cow;
 use std::fmt;
 
@@ -9,6 +11,8 @@ use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor}
 
 use super::HandOffDefect;
 use crate::protocol::params::BlockIds;
+
+const BLOCK_IDS: &str = "remote_block_ids";
 
 /// Any JSON value of a known field.
 #[derive(Debug)]
@@ -57,7 +61,7 @@ impl<'a> RawHandOff<'a> {
         Some(match key {
             "do_remote_prefill" => &mut self.do_remote_prefill,
             "do_remote_decode" => &mut self.do_remote_decode,
-            "remote_block_ids" => &mut self.remote_block_ids,
+            BLOCK_IDS => &mut self.remote_block_ids,
             "remote_engine_id" => &mut self.remote_engine_id,
             "remote_request_id" => &mut self.remote_request_id,
             "remote_host" => &mut self.remote_host,
@@ -175,6 +179,13 @@ impl<'de> Deserialize<'de> for RawValue<'de> {
                 while let Some(Key(key)) = map.next_key()? {
                     raw.has_internal_keys |= key.starts_with('_');
                     match raw.slot(&key) {
+                        Some(slot) if key == BLOCK_IDS => {
+                            let list: &serde_json::value::RawValue = map.next_value()?;
+                            *slot = Some(match plain::block_ids(list.get()) {
+                                Some(ids) => Loose::List(Ok(ids)),
+                                None => serde_json::from_str(list.get()).map_err(A::Error::custom)?,
+                            });
+                        }
                         Some(slot) => *slot = Some(map.next_value()?),
                         None => {
                             map.next_value::<Skipped>()?;

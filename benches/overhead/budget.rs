@@ -1,0 +1,82 @@
+//! A request's instructions, counted under valgrind: the same on every run and every machine of a kind, so
+//! that a change that costs a few percent is seen. The budget is a file of the repository.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::client::{self, Load, Until};
+use crate::engine::Engines;
+use crate::process::{Router, free, kvbaton};
+
+const BUDGET: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/overhead/budget.txt");
+
+/// More than this over the budget is a regression.
+const TOLERANCE: f64 = 1.05;
+const WARM_UP: usize = 100;
+const REQUESTS: usize = 300;
+
+/// Whether each load stays within its budget; `write` makes what is counted now the budget.
+pub(crate) fn holds(write: bool) -> bool {
+    let engines = Engines::start();
+    let counted: Vec<(String, u64)> =
+        Load::all().iter().map(|load| (load.name.clone(), count(&engines, load))).collect();
+    if write {
+        let lines: Vec<String> = counted.iter().map(|(name, count)| format!("{name} {count}\n")).collect();
+        std::fs::write(BUDGET, lines.concat()).unwrap();
+    }
+    let budget = std::fs::read_to_string(BUDGET).unwrap();
+    let mut holds = true;
+    for (name, count) in counted {
+        let allowed = budget.lines().find_map(|line| line.strip_prefix(&name)?.trim().parse::<u64>().ok());
+        let allowed = allowed.unwrap_or_else(|| panic!("no budget for {name} in {BUDGET}"));
+        let part = count as f64 / allowed as f64;
+        let verdict = if part > TOLERANCE { "TOO MANY" } else { "ok" };
+        println!(
+            "{name}: {count} instructions per request, budget {allowed} ({:+.1} %): {verdict}",
+            (part - 1.0) * 100.0
+        );
+        holds &= part <= TOLERANCE;
+    }
+    holds
+}
+
+fn count(engines: &Engines, load: &Load) -> u64 {
+    let folder = std::env::temp_dir().join(format!("kvbaton-budget-{}-{}", std::process::id(), load.name));
+    std::fs::create_dir_all(&folder).unwrap();
+    let addr = free();
+    let mut command = Command::new("valgrind");
+    command.args(["--tool=callgrind", "--instr-atstart=no", "--quiet"]);
+    command.arg(format!("--callgrind-out-file={}", folder.join("counted").display()));
+    command.arg(kvbaton()).args(["--listen", &addr.to_string()]);
+    command.args(["--prefill", &format!("http://127.0.0.1:{}", engines.prefill)]);
+    command.args(["--decode", &format!("http://127.0.0.1:{}", engines.decode)]);
+    command.args(["--set", "log.level=error", "--set", "connections.threads=1"]);
+    let router = Router::run(command, addr);
+    client::run(addr, load, 1, Until::Requests(WARM_UP));
+    control(router.pid(), "-i", Some("on"));
+    let sample = client::run(addr, load, 1, Until::Requests(REQUESTS));
+    control(router.pid(), "-i", Some("off"));
+    control(router.pid(), "-d", None);
+    assert_eq!(sample.good(), REQUESTS, "{}: {} requests failed", load.name, sample.bad);
+    let total = dumps(&folder).iter().filter_map(|dump| totals(dump)).max().unwrap();
+    drop(router);
+    std::fs::remove_dir_all(&folder).unwrap();
+    total / REQUESTS as u64
+}
+
+fn control(pid: u32, option: &str, argument: Option<&str>) {
+    let mut command = Command::new("callgrind_control");
+    let status = command.arg(option).args(argument).arg(pid.to_string()).stdout(Stdio::null()).status();
+    assert!(status.unwrap().success(), "callgrind_control {option}");
+}
+
+fn dumps(folder: &Path) -> Vec<PathBuf> {
+    std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect()
+}
+
+/// The instructions of all threads in one dump.
+fn totals(dump: &Path) -> Option<u64> {
+    let text = std::fs::read_to_string(dump).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("totals: "))?;
+    line.split_whitespace().next()?.parse().ok()
+}
