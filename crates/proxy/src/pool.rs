@@ -405,6 +405,11 @@ impl Pool {
         pairs.filter_map(|(prefill, decode)| matrix.view(prefill, decode)).collect()
     }
 
+    /// One pair, with what is known of it.
+    pub(crate) fn pair(&self, prefill: &Peer, decode: &Peer) -> Option<PairView> {
+        self.matrix.load().view(prefill, decode)
+    }
+
     /// How many pairs there are of each verdict, used or not.
     pub(crate) fn count_pairs(&self) -> HashMap<(&'static str, bool), usize> {
         self.matrix.load().counts()

@@ -157,8 +157,10 @@ impl Core {
         if !decode.is_ready() {
             return Some((TrialResult::DecodeUnready, last(decode)));
         }
-        let pairs = self.pool.pairs();
-        let pair = pairs.iter().find(|pair| pair.prefill == prefill.id && pair.decode == decode.id)?;
+        let Some(pair) = self.pool.pair(prefill, decode) else {
+            // One of the two has just come or gone.
+            return (!self.pool.fits(prefill, decode)).then_some((TrialResult::Incompatible, None));
+        };
         match &pair.quarantine {
             Some(quarantine) => Some((TrialResult::Quarantined, Some(quarantine.reason.to_owned()))),
             None if pair.used => None,
