@@ -18,7 +18,7 @@ use tracing::Instrument as _;
 
 use crate::access;
 use crate::error::RouteError;
-use crate::extract::{X_REQUEST_ID, check_not_encoded, request_span};
+use crate::extract::{X_REQUEST_ID, check_not_encoded, identified, request_span};
 use crate::held::read_held_body;
 use crate::{CertificateNames, Mounts, State, app, cors, framing, openai, unread};
 
@@ -95,9 +95,8 @@ async fn answer(
     let account = state.proxy.account(&request_id, endpoint.label(), &parts.headers);
     let exchange = Exchange { request_id, headers: parts.headers, client, account };
     let answering = forward(endpoint, state, exchange, body);
-    let mut response = if span.is_disabled() { answering.await } else { answering.instrument(span).await };
-    response.headers_mut().insert(X_REQUEST_ID, header);
-    Ok(response)
+    let response = if span.is_disabled() { answering.await } else { answering.instrument(span).await };
+    Ok(identified(response, header, endpoint == Endpoint::Messages))
 }
 
 async fn forward(endpoint: Endpoint, state: State, exchange: Exchange, mut body: Body) -> Response {

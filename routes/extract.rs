@@ -10,7 +10,7 @@ use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
 use axum::middleware::Next;
 use axum::response::Response;
 use bytes::BytesMut;
-use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderName};
+use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
 use http_body_util::BodyExt;
 use kvbaton_proxy::{Client, Exchange, Proxy, RequestId};
@@ -36,11 +36,14 @@ pub(crate) async fn identify(mut request: Request, next: Next) -> Response {
     let header = id.header_value();
     request.extensions_mut().insert(id);
     let in_anthropics = anthropic::speaks(request.uri().path());
-    let mut response = next.run(request).instrument(span).await;
-    if in_anthropics {
-        response = anthropic::translated(response);
-    }
-    response.headers_mut().insert(X_REQUEST_ID, header);
+    let response = next.run(request).instrument(span).await;
+    identified(response, header, in_anthropics)
+}
+
+/// An answer with its request's id, and with errors in the dialect of its path.
+pub(crate) fn identified(response: Response, id: HeaderValue, in_anthropics: bool) -> Response {
+    let mut response = if in_anthropics { anthropic::translated(response) } else { response };
+    response.headers_mut().insert(X_REQUEST_ID, id);
     response
 }
 
