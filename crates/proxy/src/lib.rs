@@ -12,6 +12,8 @@ mod disagg;
 mod error;
 mod fleet;
 mod flow;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 mod handoff;
 mod held;
 pub mod json;

@@ -156,5 +156,23 @@ impl Wire {
     }
 }
 
+/// The length of an answer's head; inner none while it is not whole, none where it is not HTTP.
+#[cfg(fuzzing)]
+#[must_use]
+pub fn head_length(bytes: &[u8]) -> Option<Option<usize>> {
+    head::parse(bytes, &Method::POST).ok().map(|head| head.map(|head| head.length))
+}
+
+/// What chunks in pieces of this size hold, how many bytes they were and whether their end came.
+#[cfg(fuzzing)]
+#[must_use]
+pub fn chunked(bytes: &[u8], piece: usize) -> Option<(Vec<u8>, usize, bool)> {
+    let (mut chunked, mut data, mut used) = (chunked::Chunked::new(), bytes::BytesMut::new(), 0);
+    for piece in bytes.chunks(piece) {
+        used += chunked.take(piece, &mut data).ok()?;
+    }
+    Some((data.to_vec(), used, chunked.is_done()))
+}
+
 #[cfg(test)]
 mod tests;
