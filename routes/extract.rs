@@ -20,6 +20,7 @@ use tracing::Instrument;
 
 use crate::State;
 use crate::error::{JsonFault, RouteError, anthropic};
+use crate::strict::Fields;
 
 /// The header that names one exchange on both legs, in the log and in the answer.
 pub(crate) const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -154,7 +155,8 @@ impl<T: DeserializeOwned> FromRequest<State> for Json<T> {
         check_media_type(&parts.headers, "application/json")?;
         check_not_encoded(&parts.headers)?;
         let bytes = read_body(&parts.headers, body, state.limits.body_bound()).await?;
-        Ok(Self(parse_json(&bytes)?))
+        let Fields(value) = parse_json(&bytes)?;
+        Ok(Self(value))
     }
 }
 

@@ -18,6 +18,7 @@ mod observe;
 mod openai;
 mod registry;
 mod reload;
+mod strict;
 mod unread;
 
 use std::time::Duration;

@@ -5,7 +5,6 @@
 mod accept;
 mod headers;
 mod rank;
-mod strict;
 mod watch;
 mod wire;
 

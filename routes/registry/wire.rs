@@ -16,9 +16,9 @@ use serde::de::{self, DeserializeOwned, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
 use super::accept::{JSON, MSGPACK, body_type};
-use super::strict::{Fields, Named};
 use crate::error::RouteError;
 use crate::extract::{BodyBound, check_not_encoded, parse_json, read_body};
+use crate::strict::{Fields, Named};
 
 /// Reads a body of either form.
 pub(super) async fn read_structured<T: DeserializeOwned>(
