@@ -4,25 +4,13 @@
 use std::time::Duration;
 
 use engine_sim::{Engine, EngineConfig, Role};
-use kvbaton::config::{Config, Credential, CredentialRole};
+use kvbaton::config::{Config, CredentialRole};
 use kvbaton_proxy::OnMissing;
-use kvbaton_routes::SecretDigest;
 use serde_json::{Value, json};
 
-use crate::support::{Answer, COMPLETIONS, Cluster, PROMPT, completion, generations, listen};
+use crate::support::{Answer, COMPLETIONS, Cluster, PROMPT, completion, credential, generations, listen};
 
 const JSON: (&str, &str) = ("content-type", "application/json");
-
-fn credential(name: &str, role: CredentialRole, models: &[&str]) -> Credential {
-    Credential {
-        name: name.to_owned(),
-        role,
-        sha256: vec![SecretDigest::of(name).unwrap().to_hex()],
-        token_file: None,
-        certificates: Vec::new(),
-        models: models.iter().map(|model| (*model).to_owned()).collect(),
-    }
-}
 
 async fn router() -> Cluster {
     let set = |config: &mut Config| {

@@ -3,6 +3,7 @@
 
 mod client;
 mod collector;
+mod credential;
 #[cfg(feature = "etcd")]
 mod etcd;
 mod fake;
@@ -24,6 +25,7 @@ use tokio::net::TcpListener;
 
 pub(crate) use client::{Answer, events, http as http_client, stream_text};
 pub(crate) use collector::{Collector, Mood, attribute};
+pub(crate) use credential::credential;
 #[cfg(feature = "etcd")]
 pub(crate) use etcd::{Etcd, EtcdTls, Gate as EtcdGate};
 pub(crate) use fake::{FakeEngine, Gate, Step, chunk, http_answer, sse_head};

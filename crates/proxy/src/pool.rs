@@ -7,6 +7,7 @@ mod glance;
 pub(crate) mod health;
 pub(crate) mod load;
 pub(crate) mod matrix;
+mod models;
 pub(crate) mod operator;
 mod outcome;
 pub(crate) mod pairing;
@@ -17,14 +18,13 @@ mod spec;
 pub(crate) mod standing;
 pub(crate) mod traffic;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use serde::Serialize;
-use serde_json::value::RawValue;
 
 pub(crate) use adopt::Adopted;
 pub use breaker::{BreakerSettings, BreakerState};
@@ -33,6 +33,7 @@ pub use health::HealthView;
 pub use load::EngineLoadView;
 use matrix::{Matrix, PairKey, pair_key};
 pub use matrix::{PairView, QuarantineView};
+pub use models::ModelList;
 use operator::Operator;
 pub use operator::{OperatorState, PeerPlace};
 pub use pairing::Verdict;
@@ -43,7 +44,6 @@ pub use standing::Restarts;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use crate::client::ModelScope;
 use crate::dial::Dials;
 use crate::error::{ProxyError, Stage};
 use crate::registry::{Registry, canonical_base_url};
@@ -429,19 +429,6 @@ impl Pool {
     pub(crate) fn ready(&self, stage: Stage) -> usize {
         self.snapshot.load().of(stage).iter().filter(|peer| peer.is_open()).count()
     }
-
-    /// The union of the ready peers' model lists, each entry as the first peer gave it.
-    pub(crate) fn models(&self) -> ModelList {
-        let mut entries: BTreeMap<String, Box<RawValue>> = BTreeMap::new();
-        for peer in self.snapshot.load().all().filter(|peer| peer.is_ready()) {
-            let observed = peer.observed.read();
-            for served in observed.models.iter().filter(|served| peer.may_have(Some(&served.id))) {
-                entries.entry(served.id.clone()).or_insert_with(|| served.entry.clone());
-            }
-        }
-        let (ids, data) = entries.into_iter().unzip();
-        ModelList { object: "list", data, ids }
-    }
 }
 
 /// The next free id of a role; a number is never used twice, so that an id means one peer for good.
@@ -475,38 +462,6 @@ fn checked_name(name: &str) -> Result<String, PeerSpecError> {
         && name.len() <= 128
         && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'));
     if fits { Ok(name.to_owned()) } else { Err(PeerSpecError::Name { name: name.to_owned() }) }
-}
-
-/// OpenAI's model list over the whole fleet.
-#[derive(Clone, Debug, Serialize)]
-pub struct ModelList {
-    object: &'static str,
-    data: Vec<Box<RawValue>>,
-    #[serde(skip)]
-    ids: Vec<String>,
-}
-
-impl ModelList {
-    /// Those that are in a scope.
-    #[must_use]
-    pub fn only(self, scope: &ModelScope) -> Self {
-        let entries = self.ids.into_iter().zip(self.data).filter(|(id, _)| scope.allows(id));
-        let (ids, data) = entries.unzip();
-        Self { object: self.object, data, ids }
-    }
-
-    /// The models' ids in order.
-    #[must_use]
-    pub fn ids(&self) -> &[String] {
-        &self.ids
-    }
-
-    /// The entry of one model, as its peer gave it.
-    #[must_use]
-    pub fn entry(&self, id: &str) -> Option<&RawValue> {
-        let position = self.ids.iter().position(|known| known == id)?;
-        self.data.get(position).map(AsRef::as_ref)
-    }
 }
 
 /// How many peers take requests.

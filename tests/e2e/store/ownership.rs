@@ -4,23 +4,11 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use kvbaton::Running;
-use kvbaton::config::{Credential, CredentialRole};
-use kvbaton_routes::SecretDigest;
+use kvbaton::config::CredentialRole;
 use serde_json::{Value, json};
 
 use super::routers::{Engines, config_of};
-use crate::support::{Answer, Etcd, Log, http_client, listen};
-
-fn credential(name: &str, role: CredentialRole, models: &[&str]) -> Credential {
-    Credential {
-        name: name.to_owned(),
-        role,
-        sha256: vec![SecretDigest::of(name).unwrap().to_hex()],
-        token_file: None,
-        certificates: Vec::new(),
-        models: models.iter().map(|model| (*model).to_owned()).collect(),
-    }
-}
+use crate::support::{Answer, Etcd, Log, credential, http_client, listen};
 
 /// A router on this etcd that knows two teams and an operator.
 async fn launch(etcd: SocketAddr) -> Running {
