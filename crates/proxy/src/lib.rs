@@ -34,6 +34,7 @@ mod reload;
 pub mod request;
 mod request_id;
 mod retry;
+pub mod routing;
 mod settings;
 mod side_channel;
 pub mod splice;

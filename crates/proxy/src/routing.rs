@@ -1,0 +1,8 @@
+//! Which engines a request had best go to: what is known of their prefix caches, and stable places for keys.
+
+pub mod prefix;
+pub mod ring;
+
+/// A peer's number, unique for the life of the process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PeerKey(pub u32);
