@@ -7,7 +7,9 @@ use axum::Json;
 use axum::extract::State as Shared;
 use http::StatusCode;
 use http::header::LOCATION;
-use kvbaton_proxy::{Drained, HandOffView, PairView, PeerSpec, PeerView, Proxy, Trial};
+use kvbaton_proxy::{
+    Drained, ExplainAsk, Explanation, HandOffView, PairView, PeerSpec, PeerView, Proxy, Trial,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::error::RouteError;
@@ -119,4 +121,20 @@ pub(crate) async fn try_pair(
 
 pub(crate) async fn hand_offs(Shared(proxy): Shared<Proxy>) -> Json<HandOffs> {
     Json(HandOffs { handoffs: proxy.hand_offs() })
+}
+
+/// Which pair a request would get now, and why; the prompt's length in the query.
+pub(crate) async fn explain(
+    Shared(proxy): Shared<Proxy>,
+    Params(ask): Params<ExplainAsk>,
+) -> Json<Explanation> {
+    Json(proxy.explain(&ask))
+}
+
+/// The same for a prompt in the body.
+pub(crate) async fn explain_prompt(
+    Shared(proxy): Shared<Proxy>,
+    JsonBody(ask): JsonBody<ExplainAsk>,
+) -> Json<Explanation> {
+    Json(proxy.explain(&ask))
 }

@@ -205,6 +205,8 @@ pub const ENDPOINTS: &[EndpointDoc] = &[
     EndpointDoc::guarded(Method::POST, "/admin/peers/{id}/resume", || post(admin::resume_peer)),
     EndpointDoc::guarded(Method::GET, "/admin/compatibility", || get(admin::compatibility)),
     EndpointDoc::guarded(Method::POST, "/admin/pairs/{prefill}/{decode}/try", || post(admin::try_pair)),
+    EndpointDoc::guarded(Method::GET, "/admin/explain", || get(admin::explain)),
+    EndpointDoc::guarded(Method::POST, "/admin/explain", || post(admin::explain_prompt)),
     EndpointDoc::guarded(Method::GET, "/admin/handoffs", || get(admin::hand_offs)),
     EndpointDoc::guarded(Method::POST, "/admin/reload", || post(reload::reload)),
     EndpointDoc::guarded(Method::GET, "/admin/requests", || get(observe::requests)),

@@ -4,6 +4,7 @@
 mod faults;
 mod health;
 mod layers;
+mod routing;
 mod security;
 mod telemetry;
 
@@ -11,8 +12,9 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use kvbaton_proxy::{
-    AdmissionSettings, BreakerSettings, HandOffPolicy, Limits, Nixl, Pairing, PeerSpec, PeerSpecError, Probe,
-    Retry, Role, Settings, SideChannelSettings, StoreSettings, Streaming, TimelineSettings, Timeouts,
+    AdmissionSettings, BreakerSettings, Disaggregation, HandOffPolicy, Limits, Nixl, Pairing, PeerSpec,
+    PeerSpecError, Probe, Retry, Role, RoutingSettings, Settings, SideChannelSettings, StoreSettings,
+    Streaming, TimelineSettings, Timeouts,
 };
 use serde::{Deserialize, Serialize};
 
@@ -94,6 +96,10 @@ pub struct Config {
     pub nixl: Nixl,
     /// What is kept of past requests.
     pub timeline: TimelineSettings,
+    /// How the pair for a request is chosen.
+    pub routing: RoutingSettings,
+    /// Whether a request is split over two engines.
+    pub disaggregation: Disaggregation,
 }
 
 impl Default for Config {
@@ -129,6 +135,8 @@ impl Default for Config {
             stream: Streaming::default(),
             nixl: Nixl::default(),
             timeline: TimelineSettings::default(),
+            routing: RoutingSettings::default(),
+            disaggregation: Disaggregation::default(),
         }
     }
 }
@@ -231,6 +239,8 @@ impl Config {
             stream: self.stream.clone(),
             nixl: self.nixl.clone(),
             timeline: self.timeline.clone(),
+            routing: self.routing.clone(),
+            disaggregation: self.disaggregation.clone(),
         }
     }
 
@@ -337,6 +347,7 @@ impl Config {
         }
         security::check(self, &mut wrong);
         health::check(self, &mut wrong);
+        routing::check(self, &mut wrong);
         telemetry::check(self, &mut wrong);
         if self.embeds_fleet() && (self.fleet.prefill == 0 || self.fleet.decode == 0) {
             wrong("fleet", "needs at least one engine of each role".into(), "set both counts to 1 or more");

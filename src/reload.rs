@@ -15,7 +15,7 @@ use crate::config::{Config, ConfigFaults};
 use crate::secrets::SecretStore;
 
 /// Settings that hold for whatever begins after they changed; a name stands for all below it.
-const APPLIED: [&str; 27] = [
+const APPLIED: [&str; 41] = [
     "timeouts.prefill",
     "timeouts.decode_head",
     "timeouts.idle",
@@ -26,6 +26,20 @@ const APPLIED: [&str; 27] = [
     "probe",
     "hand_off",
     "pairing",
+    "disaggregation",
+    "routing.prefill",
+    "routing.decode",
+    "routing.models",
+    "routing.session_header",
+    "routing.load_factor",
+    "routing.locality",
+    "routing.explain_header",
+    "routing.prompt_tokens_per_second",
+    "routing.bytes_per_second",
+    "routing.sequence_cost",
+    "routing.waiting_cost",
+    "routing.kv_full_cost",
+    "routing.reading_half_life",
     "retry",
     "breaker",
     "admission",

@@ -95,6 +95,7 @@ fn schema() -> Table {
     (peer.dp_rank, peer.dp_split) = (Some(0), true);
     peer.hand_offs = Some(vec![kvbaton_proxy::Endpoint::Completions]);
     peer.nixl_version = Some("1.5.1".into());
+    peer.labels = [("zone".to_owned(), "a".to_owned())].into();
     let mut sample = Config { prefill: vec![peer.clone()], decode: vec![peer], ..Config::default() };
     sample.store.user = Some("user".into());
     sample.store.password = Some("password".into());
@@ -105,6 +106,7 @@ fn schema() -> Table {
     sample.nixl.version = Some("1.5.1".into());
     super::security::sample(&mut sample);
     super::health::sample(&mut sample);
+    super::routing::sample(&mut sample);
     super::telemetry::sample(&mut sample);
     sample.side_channel.front.advertise = Some("host".into());
     sample.hand_off.registry_address = "host:1".parse().ok();

@@ -46,6 +46,7 @@ mod reload;
 mod restart;
 mod retry;
 mod right_answers;
+mod routing;
 mod secrecy;
 mod side_channel;
 mod smuggling;

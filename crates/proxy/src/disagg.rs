@@ -4,6 +4,7 @@
 mod first_leg;
 mod second_leg;
 mod tries;
+mod wanted;
 
 use std::sync::Arc;
 
@@ -22,13 +23,15 @@ use crate::pool::peer::{InFlight, Peer};
 use crate::request::{BypassReason, ClientRequest, Endpoint};
 use crate::request_id::RequestId;
 use crate::retry::{self, Verdict};
-use crate::settings::{OnMissing, Settings};
+use crate::routing::settings::DisaggregationMode;
+use crate::settings::Settings;
 use crate::splice::Spliced;
 use crate::stream::RelayBody;
 use crate::timeline::Step;
 use crate::upstream::{Leg, own_headers};
 use second_leg::engine_answered;
 use tries::{Stopped, Tries};
+use wanted::FirstChoice;
 
 /// What a request brings besides its body.
 #[derive(Clone, Debug)]
@@ -72,7 +75,9 @@ impl Order {
 
     /// Why no prefill engine is to see the request.
     fn bypass(&self) -> Option<BypassReason> {
-        self.request.bypass_below(self.settings.hand_off.min_prompt_bytes)
+        let never = self.settings.disaggregation.mode == DisaggregationMode::Never;
+        let bypass = self.request.bypass_below(self.settings.hand_off.min_prompt_bytes);
+        bypass.or(never.then_some(BypassReason::Never))
     }
 }
 
@@ -138,11 +143,15 @@ impl Core {
         self.pool.learn(&self.registry);
         self.admit(settings, Some(&order.request), exchange).await?;
         exchange.account.step(Step::Admitted);
-        // D first: without one, a prefill would only strand blocks.
-        let choose = || self.choose_decode(order, &tries);
+        tries.chunks = self.chunks_of(order);
+        // Both at once: without a D, a prefill would only strand blocks.
+        let mut first = FirstChoice::default();
+        let choose = || self.choose_both(order, exchange, &tries, &mut first);
         let mut in_flight = exchange.account.choosing(Stage::Decode, choose)?;
+        tries.stays = first.stays;
+        let explained = first.shown(order, exchange, &in_flight.peer);
         exchange.account.step_with(&in_flight.peer, Step::DecodeChosen);
-        let mut lease = self.hand_off(order, exchange, &in_flight.peer, &mut tries).await?;
+        let mut lease = self.hand_off(order, exchange, &in_flight.peer, first.prefill, &mut tries).await?;
         exchange.account.prefilled();
         loop {
             if lease.as_ref().is_some_and(Lease::is_expiring) {
@@ -154,6 +163,7 @@ impl Core {
                 self.without_hand_off(HandOffRefusal::EngineGone, order, exchange)?;
             }
             let peer = Arc::clone(&in_flight.peer);
+            self.pool.prefixes.record(&tries.chunks, peer.routing.key);
             let made_by = MadeBy::of(settings, lease.as_ref().and_then(Lease::prefill), Some(&peer));
             let failure = match self.decode(order, exchange, in_flight, lease, tries.resent).await {
                 Err((failure, unseen)) => {
@@ -164,16 +174,18 @@ impl Core {
                     let status = answer.status().as_u16();
                     if retry::after_decode_status(status) == Verdict::Again {
                         tries.decode.push(Arc::clone(&peer));
-                        if let Some(next) = self.another_decode(order, &mut tries) {
+                        if let Some(next) = self.another_decode(order, exchange, &mut tries) {
                             engine_answered(&peer, status);
                             drop((answer, guards));
                             in_flight = next;
-                            lease = self.hand_off(order, exchange, &in_flight.peer, &mut tries).await?;
+                            lease = self.hand_off(order, exchange, &in_flight.peer, None, &mut tries).await?;
                             continue;
                         }
                     }
                     match self.relay(settings, answer, guards).await {
-                        Ok(response) => return Ok(made_by.shown_in(response)),
+                        Ok(response) => {
+                            return Ok(wanted::explained_in(made_by.shown_in(response), explained));
+                        }
                         Err(failure) => {
                             lease = None;
                             failure
@@ -181,30 +193,10 @@ impl Core {
                     }
                 }
             };
-            in_flight = self.after_failed_decode(order, peer, failure, &mut tries).await?;
+            in_flight = self.after_failed_decode(order, exchange, peer, failure, &mut tries).await?;
             if lease.is_none() {
-                lease = self.hand_off(order, exchange, &in_flight.peer, &mut tries).await?;
+                lease = self.hand_off(order, exchange, &in_flight.peer, None, &mut tries).await?;
             }
-        }
-    }
-
-    /// A decode engine to which some prefill engine can hand off, where that matters.
-    fn choose_decode(&self, order: &Order, tries: &Tries) -> Result<InFlight, ProxyError> {
-        let model = Some(order.model());
-        let alone = order.bypass().is_some();
-        let chosen = self
-            .pool
-            .choose(Stage::Decode, model, &tries.decode, |decode| alone || self.pool.has_partner(decode));
-        match chosen {
-            Err(ProxyError::NoCompatiblePair) => {
-                let no_prefill = self.pool.ready(Stage::Prefill) == 0;
-                if no_prefill || order.settings.hand_off.on_no_prefill == OnMissing::DecodeOnly {
-                    // The first leg finds nobody, and applies the policy for that.
-                    return self.pool.choose(Stage::Decode, model, &tries.decode, |_| true);
-                }
-                Err(ProxyError::NoCompatiblePair)
-            }
-            chosen => chosen,
         }
     }
 
@@ -212,6 +204,7 @@ impl Core {
     async fn after_failed_decode(
         &self,
         order: &Order,
+        exchange: &Exchange,
         peer: Arc<Peer>,
         failure: UpstreamFailure,
         tries: &mut Tries,
@@ -225,7 +218,7 @@ impl Core {
         match retry::after_decode(failure) {
             Verdict::GiveUp => Err(error),
             Verdict::Again | Verdict::AgainWithTheSameHandOff => {
-                self.another_decode(order, tries).ok_or(error)
+                self.another_decode(order, exchange, tries).ok_or(error)
             }
         }
     }
@@ -244,8 +237,8 @@ impl Core {
     }
 
     /// Another decode engine, if there is one and the budgets allow it.
-    fn another_decode(&self, order: &Order, tries: &mut Tries) -> Option<InFlight> {
-        let next = self.choose_decode(order, tries).ok()?;
+    fn another_decode(&self, order: &Order, exchange: &Exchange, tries: &mut Tries) -> Option<InFlight> {
+        let next = self.choose_decode(order, exchange, tries).ok()?;
         tries.again(self, Stage::Decode).then_some(next)
     }
 }

@@ -10,6 +10,7 @@ use tokio::time::Instant;
 use crate::account::Account;
 use crate::metrics::{Batch, Metrics, OfModel, Took};
 use crate::pool::peer::Peer;
+use crate::routing::PeerKey;
 use crate::timeline::Step;
 use crate::trace::{Span, SpanKind};
 use usage::Usage;
@@ -20,6 +21,10 @@ pub(crate) struct Waiting {
     pub(crate) since: Instant,
     /// Name of the prefill peer that holds them.
     pub(crate) at: Arc<str>,
+    /// Its number.
+    pub(crate) from: PeerKey,
+    /// Their bytes, where that is known.
+    pub(crate) bytes: u64,
 }
 
 /// One decode leg. Boxed by its owner: it is moved about.
@@ -104,6 +109,9 @@ impl Flow {
             let took = now.saturating_duration_since(blocks.since);
             // A whole answer has the time in it that its tokens took.
             self.peer.traffic.record(&blocks.at, streams.then_some(took));
+            if streams && blocks.bytes > 0 {
+                self.peer.routing.moved(blocks.from, blocks.bytes, took);
+            }
             self.metrics.took(Took::HandOver, took, self.account.example());
             self.account.tell(|told| told.handed_over = Some(took));
             self.hand_off = Span::default();

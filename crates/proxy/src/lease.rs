@@ -154,6 +154,12 @@ impl Lease {
         self
     }
 
+    /// Bytes of its blocks; zero where the registry does not know their layout.
+    pub(crate) fn bytes(&self) -> u64 {
+        let of_hold = self.hold.as_ref().and_then(|hold| Some((hold.origin.as_ref()?, hold.hand_off.blocks)));
+        of_hold.map_or(0, |(engine, blocks)| engine.bytes_per_block().saturating_mul(blocks as u64))
+    }
+
     /// The decode engine failed, most likely because it could not read the blocks.
     pub(crate) fn was_not_read_by(&self, decode: &Peer) {
         if let Some(hold) = &self.hold {

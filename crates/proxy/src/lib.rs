@@ -86,6 +86,10 @@ pub use registry_address::{NotAnAddress, RegistryAddress};
 pub use reload::{PeerChangeError, PeerChanges};
 pub use request::{BadRequest, Endpoint, InjectedHandOff};
 pub use request_id::{RequestId, X_REQUEST_ID};
+pub use routing::explain::{ExplainAsk, ExplainedChoice, ExplainedPair, Explanation, RuledOut};
+pub use routing::settings::{
+    Disaggregation, DisaggregationMode, LabelCost, ModelPolicies, Policy, RoutingSettings,
+};
 pub use settings::{
     AddressCheck, HandOffPolicy, Limits, Nixl, OnMissing, Pairing, Probe, Retry, Settings, Streaming,
     Timelines as TimelineSettings, Timeouts, UnknownPairs,
@@ -175,7 +179,7 @@ impl Proxy {
             store: store::start(&settings.store, registry.clone(), &tasks, &stop),
             registry,
             notifier,
-            pool: Pool::new(settings.pairing.clone(), settings.breaker.clone(), upstream.dials().clone()),
+            pool: Pool::new(&settings, upstream.dials().clone()),
             side_channels: SideChannels::default(),
             timelines: Timelines::new(settings.timeline.requests),
             viewers: pulse::Viewers::default(),

@@ -48,7 +48,10 @@ use crate::dial::Dials;
 use crate::error::{ProxyError, Stage};
 use crate::registry::{Registry, canonical_base_url};
 use crate::request::Endpoint;
-use crate::settings::Pairing;
+use crate::routing::facts::TokenSize;
+use crate::routing::prefix::PrefixTree as Prefixes;
+use crate::routing::roster::Roster;
+use crate::settings::{Pairing, Settings};
 use crate::warm_up::Turn;
 
 #[derive(Clone, Debug, Default)]
@@ -58,7 +61,7 @@ pub(crate) struct Snapshot {
 }
 
 impl Snapshot {
-    fn of(&self, stage: Stage) -> &[Arc<Peer>] {
+    pub(crate) fn of(&self, stage: Stage) -> &[Arc<Peer>] {
         match stage {
             Stage::Prefill => &self.prefill,
             Stage::Decode => &self.decode,
@@ -108,12 +111,20 @@ pub(crate) struct Pool {
     learnt: [AtomicU64; 2],
     wishes: AtomicU64,
     breaker: ArcSwap<BreakerSettings>,
+    /// The peers by what they serve.
+    roster: ArcSwap<Roster>,
+    /// Who has probably cached which prompts.
+    pub(crate) prefixes: Prefixes,
+    /// How many bytes of a prompt make a token.
+    pub(crate) token_size: TokenSize,
     dials: Option<Dials>,
 }
 
 impl Pool {
-    pub(crate) fn new(pairing: Pairing, breaker: BreakerSettings, dials: Dials) -> Self {
+    pub(crate) fn new(settings: &Settings, dials: Dials) -> Self {
+        let (pairing, breaker) = (settings.pairing.clone(), settings.breaker.clone());
         Self {
+            prefixes: Prefixes::new(settings.routing.prefix.clone()),
             pairing: ArcSwap::from_pointee(pairing),
             breaker: ArcSwap::from_pointee(breaker),
             dials: Some(dials),
@@ -191,6 +202,7 @@ impl Pool {
         next.prefill.retain(|peer| !Arc::ptr_eq(peer, gone));
         next.decode.retain(|peer| !Arc::ptr_eq(peer, gone));
         self.snapshot.store(Arc::new(next));
+        self.prefixes.forget(gone.routing.key);
         self.relearn();
     }
 
@@ -226,7 +238,7 @@ impl Pool {
         }
         let wishes = self.wishes.load(Ordering::Acquire);
         let registry = registry.snapshot();
-        let peers = self.snapshot.load();
+        let peers = self.snapshot.load_full();
         let by_address = ByAddress::new(&registry);
         for peer in peers.all() {
             let identity = Identity::of(peer, &by_address);
@@ -241,6 +253,7 @@ impl Pool {
         let matrix = Matrix::of(&peers, &self.matrix.load(), &self.pairing.load(), &self.quarantined.lock());
         self.quarantined.lock().retain(|pair, _| matrix.knows(pair));
         self.matrix.store(Arc::new(matrix));
+        self.roster.store(Arc::new(Roster::of(&peers)));
         self.learnt[1].store(wishes, Ordering::Release);
         self.learnt[0].store(registry.revision, Ordering::Release);
     }
@@ -253,6 +266,7 @@ impl Pool {
     /// An engine of a peer began another life: whoever talked to the old one may be kept away.
     fn restarted(&self, peers: &Snapshot, peer: &Arc<Peer>, ended: &[String]) {
         tracing::info!(peer = %peer.id, url = %peer.spec.url, ?ended, "an engine restarted");
+        self.prefixes.forget(peer.routing.key);
         let lasts = self.pairing.load().quarantine_restarted;
         if !lasts.is_zero() {
             let until = Instant::now() + lasts;
@@ -369,6 +383,22 @@ impl Pool {
         // It was closed between the look and the step in; whoever closed it may not have seen this.
         drop(entered);
         self.choose(stage, model, tried, fits)
+    }
+
+    /// Whose turn it is among the peers of a stage.
+    pub(crate) fn turn(&self, stage: Stage) -> usize {
+        self.turns[stage as usize].fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// The part of a stage's peers that must be sound for breakers to count.
+    pub(crate) fn breaker_floor(&self) -> f64 {
+        self.breaker.load().floor
+    }
+
+    /// The peers of now by what they serve.
+    pub(crate) fn roster(&self) -> Arc<Roster> {
+        let (roster, snapshot) = (self.roster.load_full(), self.snapshot.load_full());
+        if Arc::ptr_eq(&roster.snapshot, &snapshot) { roster } else { Arc::new(Roster::of(&snapshot)) }
     }
 
     /// Whether a decode peer has an open prefill peer that can hand off to it.

@@ -96,6 +96,8 @@ pub enum BypassReason {
     Dialect,
     /// The prompt is shorter than what the operator lets be handed off.
     ShortPrompt,
+    /// The operator lets nothing be handed off.
+    Never,
 }
 
 impl BypassReason {
@@ -113,6 +115,7 @@ impl BypassReason {
             Self::ServerTools => "server_tools",
             Self::Dialect => "dialect",
             Self::ShortPrompt => "short_prompt",
+            Self::Never => "never",
         }
     }
 }

@@ -12,6 +12,7 @@ use crate::connection::EngineTls;
 use crate::pool::BreakerSettings;
 use crate::registry_address::RegistryAddress;
 use crate::request::InjectedHandOff;
+use crate::routing::settings::{Disaggregation, RoutingSettings};
 use crate::side_channel::settings::SideChannelSettings;
 use crate::store::StoreSettings;
 use crate::trace::Traces;
@@ -52,6 +53,10 @@ pub struct Settings {
     pub nixl: Nixl,
     /// What is kept of past requests.
     pub timeline: Timelines,
+    /// How the pair for a request is chosen.
+    pub routing: RoutingSettings,
+    /// Whether a request is split over two engines.
+    pub disaggregation: Disaggregation,
 }
 
 /// What is kept of past requests, for operators.

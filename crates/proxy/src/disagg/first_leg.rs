@@ -31,6 +31,7 @@ impl Core {
         order: &Order,
         exchange: &Exchange,
         decode: &Peer,
+        mut first: Option<InFlight>,
         tries: &mut Tries,
     ) -> Result<Option<Lease>, Stopped> {
         let dialect = (!decode.hands_off_on(order.endpoint())).then_some(BypassReason::Dialect);
@@ -39,11 +40,12 @@ impl Core {
             exchange.account.step(Step::Bypassed(reason.label()));
             return Ok(None);
         }
-        let choose = |tries: &Tries| {
-            self.pool.choose(Stage::Prefill, Some(order.model()), &tries.prefill, |prefill| {
-                prefill.hands_off_on(order.endpoint()) && self.pool.fits(prefill, decode)
-            })
-        };
+        if let Some(stays) = tries.stays {
+            self.metrics.bypassed(stays.label());
+            exchange.account.step(Step::Bypassed(stays.label()));
+            return Ok(None);
+        }
+        let choose = |tries: &Tries| self.choose_prefill(order, exchange, decode, tries);
         if self.pool.none_hands_off_on(order.endpoint()) {
             self.metrics.bypassed(BypassReason::Dialect.label());
             exchange.account.step(Step::Bypassed(BypassReason::Dialect.label()));
@@ -51,7 +53,10 @@ impl Core {
         }
         let mut failed = None;
         loop {
-            let in_flight = match exchange.account.choosing(Stage::Prefill, || choose(tries)) {
+            let in_flight = match exchange
+                .account
+                .choosing(Stage::Prefill, || first.take().map_or_else(|| choose(tries), Ok))
+            {
                 Ok(in_flight) => in_flight,
                 Err(nobody) => return self.without_prefill(failed.unwrap_or(nobody), order, exchange),
             };
@@ -94,6 +99,8 @@ impl Core {
         exchange.account.tell(|told| told.prefill = Some(Arc::clone(&peer)));
         let mut span = exchange.account.leg(Stage::Prefill, &peer, &mut headers);
         let began = Instant::now();
+        // With its own prompt.
+        let waiting = peer.routing.waiting_tokens();
         let mut leg = PrefillLeg::start(self, in_flight, order, &exchange.request_id, headers, tries.resent);
         exchange.account.step_with(&peer, Step::PrefillSent);
         let (head, answer) = match leg.answer().await {
@@ -132,6 +139,8 @@ impl Core {
                 self.metrics.decided("disaggregated", "pair");
                 exchange.account.step_with(&peer, Step::HandedOff(hand_off.blocks as u64));
                 self.side_channel_named(&peer, &hand_off);
+                self.learn_prefill(order, &peer, &hand_off, waiting, began.elapsed());
+                self.pool.prefixes.record(&tries.chunks, peer.routing.key);
                 if peer.saw_engine(&hand_off.engine_id) | peer.saw_tp_size(hand_off.channel.tp_size) {
                     self.pool.relearn();
                 }

@@ -33,7 +33,12 @@ impl Core {
         let peer = Arc::clone(&in_flight.peer);
         let handed_over = lease.as_ref().and_then(|lease| {
             let (since, prefill) = (lease.granted()?, lease.prefill()?);
-            Some(Waiting { since, at: Arc::clone(&prefill.name) })
+            Some(Waiting {
+                since,
+                at: Arc::clone(&prefill.name),
+                from: prefill.routing.key,
+                bytes: lease.bytes(),
+            })
         });
         let part = lease.as_ref().and_then(Lease::part);
         exchange.account.tell(|told| {

@@ -9,6 +9,8 @@ use crate::account::Account;
 use crate::error::{ProxyError, Stage, UpstreamFailure};
 use crate::pool::peer::Peer;
 use crate::retry::PrefillFault;
+use crate::routing::decide::Stays;
+use crate::routing::prefix::Chunks;
 use crate::settings::Retry;
 use crate::stream::RelayBody;
 
@@ -21,12 +23,25 @@ pub(super) struct Tries {
     pub(super) prefills: u32,
     pub(super) prefill: Vec<Arc<Peer>>,
     pub(super) decode: Vec<Arc<Peer>>,
+    /// Why the decode engine computes the prompt although a prefill engine could.
+    pub(super) stays: Option<Stays>,
+    /// The prompt as it is remembered, where a policy goes by that.
+    pub(super) chunks: Chunks,
 }
 
 impl Tries {
     pub(super) fn new(settings: &Retry, account: Account) -> Self {
         let (prefill, decode) = (Vec::new(), Vec::new());
-        Self { account, left: settings.attempts, resent: false, prefills: 0, prefill, decode }
+        Self {
+            account,
+            left: settings.attempts,
+            resent: false,
+            prefills: 0,
+            prefill,
+            decode,
+            stays: None,
+            chunks: Chunks::default(),
+        }
     }
 
     /// Whether a kept connection ended under the request, so that the same engine may be asked once

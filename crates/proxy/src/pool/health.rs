@@ -52,6 +52,11 @@ impl Health {
         (in_flight as u64 + 1).saturating_mul(u64::from(WHOLE) * u64::from(WHOLE)) / share
     }
 
+    /// The part of its share that it gets.
+    pub(crate) fn share(&self, now: Instant) -> f64 {
+        f64::from(self.breaker.lock().share(now)) / f64::from(WHOLE)
+    }
+
     pub(crate) fn revived(&self) {
         self.breaker.lock().revived(Instant::now());
     }

@@ -17,6 +17,8 @@ pub(crate) struct EngineLoad {
     pub(crate) cached_token_rate: Option<f64>,
     /// Prompt tokens that were looked up and found since the engine started.
     cached: [f64; 2],
+    /// Requests of this router among them.
+    pub(crate) ours: u64,
     /// When it was read.
     pub(crate) at: Instant,
 }
@@ -71,6 +73,7 @@ impl EngineLoad {
             kv_usage: kv_usage.map(|usage| usage.clamp(0.0, 1.0)),
             cached_token_rate: cached_rate(cached, before),
             cached,
+            ours: 0,
             at,
         })
     }

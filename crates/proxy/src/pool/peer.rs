@@ -24,6 +24,7 @@ use super::traffic::Traffic;
 use crate::notify::{Notifier, NotifyView};
 use crate::registry::{EngineState, canonical_base_url};
 use crate::request::Endpoint;
+use crate::routing::facts::Facts;
 use crate::side_channel::channels::{Channels, SideChannelView};
 use crate::upstream::X_DATA_PARALLEL_RANK;
 use crate::warm_up::Warmth;
@@ -121,6 +122,8 @@ pub(crate) struct Peer {
     pub(crate) traffic: Traffic,
     /// Failures that requests met.
     errors: AtomicU64,
+    /// What routing knows of it.
+    pub(crate) routing: Facts,
 }
 
 impl Peer {
@@ -171,6 +174,7 @@ impl Peer {
             load: ArcSwapOption::empty(),
             traffic: Traffic::default(),
             errors: AtomicU64::new(0),
+            routing: Facts::default(),
         })
     }
 
@@ -352,14 +356,14 @@ impl Peer {
     pub(crate) fn enter(self: &Arc<Self>) -> InFlight {
         let ticket = self.health.enter(true);
         self.in_flight.fetch_add(1, Ordering::SeqCst);
-        InFlight { peer: Arc::clone(self), ticket }
+        InFlight { peer: Arc::clone(self), ticket, tokens: 0 }
     }
 
     /// As [`Peer::enter`], unless its breaker is shut.
     pub(crate) fn try_enter(self: &Arc<Self>) -> Option<InFlight> {
         let ticket = self.health.enter(false)?;
         self.in_flight.fetch_add(1, Ordering::SeqCst);
-        Some(InFlight { peer: Arc::clone(self), ticket: Some(ticket) })
+        Some(InFlight { peer: Arc::clone(self), ticket: Some(ticket), tokens: 0 })
     }
 
     pub(crate) fn view(&self, notifier: &Notifier) -> PeerView {
@@ -403,6 +407,18 @@ impl Peer {
 pub(crate) struct InFlight {
     pub(crate) peer: Arc<Peer>,
     ticket: Option<Ticket>,
+    /// Prompt tokens that wait with it.
+    tokens: u64,
+}
+
+impl InFlight {
+    /// The peer computes a prompt of so many tokens.
+    pub(crate) fn with_prompt(mut self, tokens: f64) -> Self {
+        let tokens = tokens as u64;
+        self.peer.routing.enter(tokens);
+        self.tokens += tokens;
+        self
+    }
 }
 
 impl Drop for InFlight {
@@ -410,6 +426,7 @@ impl Drop for InFlight {
         if let Some(ticket) = self.ticket {
             self.peer.health.leave(ticket);
         }
+        self.peer.routing.leave(self.tokens);
         self.peer.in_flight.fetch_sub(1, Ordering::SeqCst);
         self.peer.standing.moved.notify_waiters();
     }

@@ -65,7 +65,8 @@ async fn read_one(core: &Core, peer: &Arc<Peer>) {
     };
     let text = String::from_utf8_lossy(&page);
     let before = peer.load.load_full();
-    if let Some(load) = EngineLoad::read(&text, peer.spec.dp_rank, before.as_deref(), Instant::now()) {
+    if let Some(mut load) = EngineLoad::read(&text, peer.spec.dp_rank, before.as_deref(), Instant::now()) {
+        load.ours = peer.in_flight() as u64;
         peer.load.store(Some(Arc::new(load)));
     }
 }

@@ -1,5 +1,6 @@
 //! What the operator says of an engine: a peer's description, and why one cannot be used.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use kv_connector::protocol::params::Generation;
@@ -112,6 +113,9 @@ pub struct PeerSpec {
     /// The version of NIXL that it runs, such as `1.5.1`; it may also announce it itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nixl_version: Option<String>,
+    /// Where it is, such as `zone` or `rack`: hand-offs between peers whose labels differ may cost more.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub labels: BTreeMap<String, String>,
     /// What becomes of the client's `Authorization`.
     #[serde(default)]
     pub authorization: Authorization,
@@ -143,6 +147,7 @@ impl PeerSpec {
             hand_offs: None,
             notify: false,
             nixl_version: None,
+            labels: BTreeMap::new(),
             authorization: Authorization::Forward,
             token: None,
         }

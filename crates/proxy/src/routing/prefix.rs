@@ -129,6 +129,12 @@ pub struct PrefixTree {
     clocks: ArcSwap<Clocks>,
 }
 
+impl Default for PrefixTree {
+    fn default() -> Self {
+        Self::new(PrefixSettings::default())
+    }
+}
+
 impl PrefixTree {
     /// An empty tree.
     #[must_use]

@@ -172,7 +172,7 @@ fn threads_share_it() {
                         cut(tree, &format!("a system prompt for all; {thread} asks {}", number % 100));
                     let _ = tree.matched(&chunks);
                     tree.record(&chunks, PeerKey(thread % 3));
-                    if number == 1000 {
+                    if number == 1000 && thread % 3 == 2 {
                         tree.forget(PeerKey(2));
                     }
                 }

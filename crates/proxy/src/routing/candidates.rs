@@ -1,0 +1,176 @@
+//! Which peers of a stage are looked at for one choice, and how well each of them would do. Locks only what belongs
+//! to the peers that are looked at.
+
+use std::sync::Arc;
+
+use tokio::time::Instant;
+
+use super::prefix::Matched;
+use super::roster::{FEW, Roster};
+use super::settings::{Policy, RoutingSettings};
+use crate::error::Stage;
+use crate::pool::Pool;
+use crate::pool::peer::Peer;
+use crate::request::Endpoint;
+
+/// How many of many peers are drawn.
+const DRAWN: usize = 6;
+
+/// How often it is drawn at most: some of those that are drawn are not open.
+const DRAWS: usize = 4 * DRAWN;
+
+/// How much of a prompt the policy `consistent_hash` goes by, in bytes.
+const BEGINNING: usize = 1024;
+
+/// What the policy `consistent_hash` goes by.
+pub(crate) fn beginning(prompt: &[u8]) -> &[u8] {
+    &prompt[..prompt.len().min(BEGINNING)]
+}
+
+/// What one request wants of the fleet.
+#[derive(Debug)]
+pub(crate) struct Wanted<'a> {
+    pub(crate) model: Option<&'a str>,
+    pub(crate) endpoint: Endpoint,
+    /// Tokens of its prompt, as far as can be estimated.
+    pub(crate) prompt_tokens: f64,
+    pub(crate) settings: &'a RoutingSettings,
+    /// The value of the session header.
+    pub(crate) session: Option<&'a [u8]>,
+    /// The prompt's beginning.
+    pub(crate) beginning: &'a [u8],
+    /// Who has probably cached how many bytes of its prompt.
+    pub(crate) seen: Matched,
+    /// How many bytes make a token.
+    pub(crate) token_bytes: f64,
+    /// Those that have failed it already, by stage.
+    pub(crate) tried: [&'a [Arc<Peer>]; 2],
+}
+
+impl Wanted<'_> {
+    /// Prompt tokens that a peer probably has cached.
+    pub(crate) fn cached(&self, peer: &Peer) -> f64 {
+        self.seen.of(peer.routing.key) as f64 / self.token_bytes
+    }
+}
+
+/// One peer that could have the request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Seat<'a> {
+    pub(crate) peer: &'a Arc<Peer>,
+    /// Whether nothing speaks against its health; an unsound one is asked where there is no other.
+    pub(crate) sound: bool,
+    /// Whether it lists the model.
+    pub(crate) serves: bool,
+    pub(crate) load: u64,
+}
+
+impl Seat<'_> {
+    /// Peers of a lower tier come first, however busy they are.
+    pub(crate) const fn tier(&self) -> u8 {
+        (!self.serves as u8) * 2 + (!self.sound) as u8
+    }
+}
+
+impl Pool {
+    /// The peers of a stage that could have a request, in the order of their turns.
+    pub(crate) fn seats<'a>(
+        &self,
+        stage: Stage,
+        wanted: &Wanted<'_>,
+        roster: &'a Roster,
+        now: Instant,
+    ) -> Vec<Seat<'a>> {
+        let all = roster.snapshot.of(stage);
+        let turn = self.turn(stage);
+        if all.len() > FEW {
+            let few = self.drawn(stage, wanted, roster, turn, now);
+            let sound = few.iter().filter(|seat| seat.sound).count();
+            if !few.is_empty() && sound as f64 >= self.breaker_floor() * few.len() as f64 {
+                return few;
+            }
+        }
+        let start = if all.is_empty() { 0 } else { turn % all.len() };
+        let turned = all[start..].iter().chain(&all[..start]);
+        let mut seats: Vec<Seat<'a>> = turned.filter_map(|peer| seat(stage, peer, wanted, now)).collect();
+        let sound = seats.iter().filter(|seat| seat.sound).count();
+        // Where so many fail, the cause is hardly theirs, and the others could not carry it all.
+        if (sound as f64) < self.breaker_floor() * seats.len() as f64 {
+            seats.iter_mut().for_each(|seat| seat.sound = false);
+        }
+        seats
+    }
+
+    /// Some of many: the next in turn, whom a key or a cached prompt names, and some by chance.
+    fn drawn<'a>(
+        &self,
+        stage: Stage,
+        wanted: &Wanted<'_>,
+        roster: &'a Roster,
+        turn: usize,
+        now: Instant,
+    ) -> Vec<Seat<'a>> {
+        let all = roster.snapshot.of(stage);
+        let serving = wanted.model.map_or(&[][..], |model| roster.serving(stage, model));
+        let from = if serving.is_empty() { all } else { serving };
+        let mut seats: Vec<Seat<'a>> = Vec::with_capacity(DRAWN + FEW);
+        let add = |peer: &'a Arc<Peer>, seats: &mut Vec<Seat<'a>>| {
+            if !seats.iter().any(|seat| Arc::ptr_eq(seat.peer, peer)) {
+                seats.extend(seat(stage, peer, wanted, now));
+            }
+        };
+        for step in 0..FEW.min(from.len()) {
+            add(&from[(turn + step) % from.len()], &mut seats);
+            if !seats.is_empty() {
+                break;
+            }
+        }
+        for (key, _) in wanted.seen.peers() {
+            if let Some(peer) = from.iter().find(|peer| peer.routing.key == key) {
+                add(peer, &mut seats);
+            }
+        }
+        if let Some(key) = self.key_of(stage, wanted) {
+            for key in roster.ring(stage).walk(key).take(2) {
+                if let Some(peer) = from.iter().find(|peer| peer.routing.key == key) {
+                    add(peer, &mut seats);
+                }
+            }
+        }
+        let mut drawn = 0;
+        for _ in 0..DRAWS {
+            if drawn == DRAWN {
+                break;
+            }
+            let before = seats.len();
+            add(&from[rand::random_range(0..from.len())], &mut seats);
+            drawn += seats.len() - before;
+        }
+        seats
+    }
+
+    /// What a request is known by to a stage's policy, if that goes by a key.
+    pub(crate) fn key_of<'a>(&self, stage: Stage, wanted: &Wanted<'a>) -> Option<&'a [u8]> {
+        match wanted.settings.policies(wanted.model)[stage as usize] {
+            Policy::Session => wanted.session,
+            Policy::ConsistentHash => Some(wanted.beginning),
+            _ => None,
+        }
+    }
+}
+
+fn seat<'a>(stage: Stage, peer: &'a Arc<Peer>, wanted: &Wanted<'_>, now: Instant) -> Option<Seat<'a>> {
+    let tried = wanted.tried[stage as usize];
+    if !peer.is_open() || !peer.may_have(wanted.model) || tried.iter().any(|other| Arc::ptr_eq(other, peer)) {
+        return None;
+    }
+    if stage == Stage::Prefill && !peer.hands_off_on(wanted.endpoint) {
+        return None;
+    }
+    Some(Seat {
+        peer,
+        sound: peer.health.is_sound(now),
+        serves: wanted.model.is_none_or(|model| peer.serves(model)),
+        load: peer.health.weigh(peer.in_flight(), now),
+    })
+}
