@@ -1,5 +1,6 @@
 //! Which engines a request had best go to: what is known of their prefix caches, and stable places for keys.
 
+pub(crate) mod kv_events;
 pub mod prefix;
 pub mod ring;
 
