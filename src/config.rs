@@ -17,7 +17,7 @@ use kvbaton_proxy::{
 use serde::{Deserialize, Serialize};
 
 pub use faults::{ConfigFault, ConfigFaults, Source};
-pub use layers::{Flags, load};
+pub use layers::{Flags, load, read};
 pub(crate) use security::check_key;
 pub use security::{
     Admin, ClientAuth, Connections, Cors, Credential, CredentialRole, EngineTls, Key, Registry, Secrets, Tls,

@@ -18,6 +18,7 @@ use super::fault::{BAD, CliError};
 use super::peers::Peer;
 use super::table::{Output, duration, or_dash, say_json, table};
 use super::{ServeArgs, runtime, say};
+use crate::config::load;
 use target::{Pair, Target};
 use verdict::{Judgement, of_peer};
 
@@ -30,6 +31,9 @@ pub(super) struct CheckArgs {
     with: Credentials,
     #[command(flatten)]
     settings: ServeArgs,
+    /// Only read the settings, and say all that is wrong with them; starts nothing and asks nobody.
+    #[arg(long, conflicts_with = "router")]
+    only_settings: bool,
     /// How long engines may take to answer a router that is started for the check, in seconds.
     #[arg(long, value_name = "S", default_value_t = 20.0)]
     wait: f64,
@@ -39,6 +43,12 @@ pub(super) struct CheckArgs {
 }
 
 pub(super) fn run(args: CheckArgs) -> anyhow::Result<ExitCode> {
+    if args.only_settings {
+        let config = load(&args.settings.into(), std::env::vars())?;
+        let (prefill, decode) = (config.prefill.len(), config.decode.len());
+        say(&format!("good: settings with {prefill} prefill and {decode} decode engine(s)\n"))?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let wait = Duration::try_from_secs_f64(args.wait)
         .map_err(|_| CliError::Usage { option: "--wait", why: "must be a number of seconds" })?;
     runtime()?.block_on(async {

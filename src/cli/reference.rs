@@ -28,6 +28,14 @@ engines in the settings it checks the simulated fleet. A pair works when its dec
 counts its transfers (`vllm:nixl_xfer_time_seconds`), it must also have counted one meanwhile, which other requests
 on a busy router may hide.
 
+`kvbaton check --only-settings` reads file, environment and flags as the router would, says all that is wrong with
+them, and starts nothing.
+
+`kvbaton --from-vllm-router-args` takes a command line of vllm-router 0.1.17 as it is (all that follows is taken for a
+part of it) and prints the settings that do the same. Comments name each flag that needs no setting, and each that
+kvbaton has nothing for; of the latter there being any is exit code 1, and a command line that vllm-router would not
+take, or settings that cannot be used, are 2. `docs/migration.md` goes through all flags.
+
 With `--output json`, `peers`, `trace` and `top --once` print what the router answered (`openapi.yaml`, `Peer`,
 `RequestTimeline`, the first frame of `/admin/events`), and `check` an object with `good`, `peers`, `pairs` and
 `findings`.
