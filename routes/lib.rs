@@ -34,6 +34,8 @@ pub use access::{Access, CertificateNames, Credential, Duty, NotLocal, Rules, Se
 pub use cors::{Cors, NotAnOrigin, Origins};
 pub use direct::Surface;
 pub use log::{LogFault, LogState, Logging};
+#[cfg(fuzzing)]
+pub use registry::read_any;
 pub use reload::{NotReloaded, Reload, Reloaded, SharedLimits};
 
 use crate::access::Gate;
@@ -204,6 +206,7 @@ pub const ENDPOINTS: &[EndpointDoc] = &[
     EndpointDoc::guarded(Method::POST, "/admin/peers/{id}/quarantine", || post(admin::quarantine_peer)),
     EndpointDoc::guarded(Method::POST, "/admin/peers/{id}/resume", || post(admin::resume_peer)),
     EndpointDoc::guarded(Method::GET, "/admin/compatibility", || get(admin::compatibility)),
+    EndpointDoc::guarded(Method::POST, "/admin/cached", || post(admin::cached)),
     EndpointDoc::guarded(Method::POST, "/admin/pairs/{prefill}/{decode}/try", || post(admin::try_pair)),
     EndpointDoc::guarded(Method::GET, "/admin/explain", || get(admin::explain)),
     EndpointDoc::guarded(Method::POST, "/admin/explain", || post(admin::explain_prompt)),

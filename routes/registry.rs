@@ -8,6 +8,9 @@ mod rank;
 mod watch;
 mod wire;
 
+#[cfg(fuzzing)]
+pub use wire::read_any;
+
 use axum::extract::{Request, State as Shared};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};

@@ -12,14 +12,14 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use kvbaton_proxy::{
-    AdmissionSettings, BreakerSettings, Disaggregation, HandOffPolicy, Limits, Nixl, Pairing, PeerSpec,
-    PeerSpecError, Probe, Retry, Role, RoutingSettings, Settings, SideChannelSettings, StoreSettings,
-    Streaming, TimelineSettings, Timeouts,
+    AdmissionSettings, BreakerSettings, Disaggregation, HandOffPolicy, KvEventsSettings, Limits, Nixl,
+    Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, RoutingSettings, Settings, SideChannelSettings,
+    StoreSettings, Streaming, TimelineSettings, Timeouts,
 };
 use serde::{Deserialize, Serialize};
 
 pub use faults::{ConfigFault, ConfigFaults, Source};
-pub use layers::{Flags, load};
+pub use layers::{Flags, load, read};
 pub(crate) use security::check_key;
 pub use security::{
     Admin, ClientAuth, Connections, Cors, Credential, CredentialRole, EngineTls, Key, Registry, Secrets, Tls,
@@ -84,6 +84,8 @@ pub struct Config {
     pub pairing: Pairing,
     /// The engines' ZMQ side channels.
     pub side_channel: SideChannelSettings,
+    /// What engines tell of their prefix caches.
+    pub kv_events: KvEventsSettings,
     /// Trying again on another engine.
     pub retry: Retry,
     /// Bounds on memory.
@@ -129,6 +131,7 @@ impl Default for Config {
             admission: AdmissionSettings::default(),
             pairing: Pairing::default(),
             side_channel: SideChannelSettings::default(),
+            kv_events: KvEventsSettings::default(),
             retry: Retry::default(),
             limits: Limits::default(),
             store: StoreSettings::default(),
@@ -231,6 +234,7 @@ impl Config {
             admission: self.admission.clone(),
             pairing: self.pairing.clone(),
             side_channel: self.side_channel.clone(),
+            kv_events: self.kv_events.clone(),
             retry: self.retry.clone(),
             limits: self.limits.clone(),
             store: self.store.clone(),
@@ -278,6 +282,7 @@ impl Config {
             ("hand_off.lease", self.hand_off.lease),
             ("hand_off.lease_v2", self.hand_off.lease_v2),
             ("side_channel.interval", self.side_channel.interval),
+            ("kv_events.tokenize_within", self.kv_events.tokenize_within),
         ];
         for (key, value) in positive {
             if value.is_zero() {
@@ -377,6 +382,7 @@ impl Config {
                         PeerSpecError::AbandonGrace => "\"0s\" aborts abandoned prefills at once",
                         PeerSpecError::Notify => "move notify to the prefill engine",
                         PeerSpecError::NixlVersion { .. } => "what `pip show nixl` says there",
+                        PeerSpecError::KvEvents => "such as \"tcp://10.0.0.5:5557\"",
                         PeerSpecError::Name { .. } | PeerSpecError::Exists { .. } => "such as \"p1\"",
                     };
                     wrong(&key, error.to_string(), hint);
@@ -398,6 +404,27 @@ mod tests {
     fn the_defaults_are_valid() {
         assert_eq!(Config::default().validate(), Ok(()));
         assert!(Config::default().embeds_fleet());
+    }
+
+    #[test]
+    fn the_guide_to_tuning_names_the_defaults() {
+        let defaults = toml::Value::try_from(Config::default()).unwrap();
+        let rows = include_str!("../docs/tuning.md").lines().filter_map(|line| {
+            let mut cells = line.strip_prefix("| `")?.split(" | ");
+            let key = cells.next()?.trim_end_matches('`');
+            Some((key, cells.next()?.strip_prefix('`')?.strip_suffix('`')?))
+        });
+        let mut compared = 0;
+        for (key, told) in rows {
+            let mut value = Some(&defaults);
+            for part in key.split('.') {
+                value = value.and_then(|value| value.get(part));
+            }
+            let value = value.unwrap_or_else(|| panic!("{key} is no setting")).to_string();
+            assert_eq!(told, value, "{key}");
+            compared += 1;
+        }
+        assert!(compared > 30, "{compared}");
     }
 
     #[test]

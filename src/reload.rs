@@ -15,7 +15,7 @@ use crate::config::{Config, ConfigFaults};
 use crate::secrets::SecretStore;
 
 /// Settings that hold for whatever begins after they changed; a name stands for all below it.
-const APPLIED: [&str; 41] = [
+const APPLIED: [&str; 42] = [
     "timeouts.prefill",
     "timeouts.decode_head",
     "timeouts.idle",
@@ -41,6 +41,7 @@ const APPLIED: [&str; 41] = [
     "routing.kv_full_cost",
     "routing.reading_half_life",
     "retry",
+    "kv_events",
     "breaker",
     "admission",
     "limits.body_bytes",

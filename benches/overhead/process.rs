@@ -110,10 +110,16 @@ impl Router {
     }
 
     pub(crate) fn run(mut command: Command, addr: SocketAddr) -> Self {
-        // Our program would take them for settings.
-        command.env_remove("KVBATON_BENCH_PROGRAM").env_remove("KVBATON_BENCH_VLLM_ROUTER");
+        // What tests and benchmarks are told by, our program would take for settings.
+        for (name, _) in std::env::vars_os() {
+            if name.to_string_lossy().starts_with("KVBATON_") {
+                command.env_remove(name);
+            }
+        }
         let began = Instant::now();
-        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let said = std::env::temp_dir().join(format!("kvbaton-overhead-said-{}", addr.port()));
+        let errors = std::fs::File::create(&said).unwrap();
+        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors).spawn().unwrap();
         let mut router = Self { child: Some(child), addr, first_answer: Duration::ZERO };
         let load = Load::new("first", 96, false);
         loop {
@@ -121,9 +127,17 @@ impl Router {
                 && client::run(addr, &load, 1, Until::Requests(1)).good() == 1
             {
                 router.first_answer = began.elapsed();
+                let _ = std::fs::remove_file(said);
                 return router;
             }
-            assert!(began.elapsed() < PATIENCE, "{command:?} does not serve");
+            let ended = router.child.as_mut().is_some_and(|child| child.try_wait().unwrap().is_some());
+            if ended || began.elapsed() > PATIENCE {
+                let why = std::fs::read_to_string(&said).unwrap_or_default();
+                panic!(
+                    "{command:?} does not serve (it {}): {why}",
+                    if ended { "ended" } else { "is silent" }
+                );
+            }
             std::thread::sleep(Duration::from_millis(2));
         }
     }

@@ -38,6 +38,18 @@ pub(super) async fn read_structured<T: DeserializeOwned>(
     Ok(value)
 }
 
+/// What a body says as a registration and as a sign of life, in words; none where it is neither.
+#[cfg(fuzzing)]
+#[must_use]
+pub fn read_any(bytes: &[u8], is_json: bool) -> [Option<String>; 2] {
+    fn read<T: DeserializeOwned + fmt::Debug>(bytes: &[u8], is_json: bool) -> Option<String> {
+        let Fields(value): Fields<T> =
+            if is_json { parse_json(bytes).ok()? } else { parse_msgpack(bytes).ok()? };
+        Some(format!("{value:?}"))
+    }
+    [read::<RegisterBody>(bytes, is_json), read::<HeartbeatBody>(bytes, is_json)]
+}
+
 fn parse_msgpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, RouteError> {
     let mut reader = rmp_serde::Deserializer::new(Cursor::new(bytes));
     let value = serde_path_to_error::deserialize(&mut reader).map_err(|error| {

@@ -25,6 +25,7 @@ mod fleet;
 mod handoff;
 mod health;
 mod injection;
+mod kv_events;
 mod legs;
 mod logs;
 mod malformed_handoff;

@@ -1,8 +1,11 @@
 //! Ways in for the fuzz targets to what reads engines' bytes; part of no other build.
 
 use bytes::Bytes;
+use tokio::time::Instant;
 
 use crate::held::Held;
+use crate::pool::load::EngineLoad;
+use crate::pool::probe::read_models;
 use crate::request::Endpoint;
 use crate::splice::PromptPart;
 use crate::stream::Events;
@@ -25,4 +28,20 @@ pub fn events(endpoint: Endpoint, cached: Option<u64>, stream: &Bytes, piece: us
     }
     shown.extend_from_slice(&events.rest().ok()?);
     Some(shown)
+}
+
+/// What a peer's metrics page says of its load, as operators see it: the part of its blocks in use, and the part of
+/// prompt tokens that its cache had of late.
+#[must_use]
+pub fn load(page: &str, rank: Option<u32>) -> Option<[Option<f64>; 2]> {
+    let first = EngineLoad::read(page, rank, None, Instant::now());
+    let load = EngineLoad::read(page, rank, first.as_ref(), Instant::now())?;
+    Some([load.kv_usage, load.cached_token_rate])
+}
+
+/// The ids of the models that a peer's answer lists.
+#[must_use]
+pub fn models(body: &[u8]) -> Option<Vec<String>> {
+    let models = read_models(body).ok()?;
+    Some(models.iter().map(|model| model.id.clone()).collect())
 }

@@ -6,6 +6,7 @@ pub(crate) mod choose;
 pub(crate) mod decide;
 pub(crate) mod explain;
 pub(crate) mod facts;
+pub(crate) mod kv_events;
 pub(crate) mod pick;
 pub mod prefix;
 pub mod rates;

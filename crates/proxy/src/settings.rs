@@ -12,6 +12,7 @@ use crate::connection::EngineTls;
 use crate::pool::BreakerSettings;
 use crate::registry_address::RegistryAddress;
 use crate::request::InjectedHandOff;
+use crate::routing::kv_events::KvEventsSettings;
 use crate::routing::settings::{Disaggregation, RoutingSettings};
 use crate::side_channel::settings::SideChannelSettings;
 use crate::store::StoreSettings;
@@ -35,6 +36,8 @@ pub struct Settings {
     pub pairing: Pairing,
     /// The engines' ZMQ side channels.
     pub side_channel: SideChannelSettings,
+    /// What engines tell of their prefix caches.
+    pub kv_events: KvEventsSettings,
     /// Trying again on another engine.
     pub retry: Retry,
     /// Bounds on memory.

@@ -159,7 +159,7 @@ struct Seen {
 }
 
 #[derive(Debug, thiserror::Error)]
-enum Unwell {
+pub(crate) enum Unwell {
     #[error("probe: no answer in time")]
     Silent,
     #[error("probe: {}", .0.broken.label())]
@@ -264,7 +264,7 @@ struct Model {
     id: String,
 }
 
-fn read_models(body: &[u8]) -> Result<Arc<[ServedModel]>, Unwell> {
+pub(crate) fn read_models(body: &[u8]) -> Result<Arc<[ServedModel]>, Unwell> {
     let list: Models = serde_json::from_slice(body).map_err(|_| Unwell::Models)?;
     list.data
         .into_iter()
