@@ -20,7 +20,7 @@ fn counts(cluster: &Cluster) -> [Vec<usize>; 2] {
 async fn send(cluster: &Cluster, session: &str) {
     let body = completion(PROMPT, 2).to_string();
     let headers = [("content-type", "application/json"), ("x-session-id", session)];
-    let answer = cluster.send("POST", COMPLETIONS, &headers, &body).await;
+    let answer = cluster.send("POST", COMPLETIONS, &headers, body).await;
     assert_eq!(answer.status, 200, "{answer:?}");
 }
 
@@ -88,7 +88,7 @@ async fn an_explanation_names_the_pair_its_cost_and_who_was_ruled_out() {
     .await;
     let ask = json!({"prompt": PROMPT, "prompt_tokens": 4000}).to_string();
     let json_type = [("content-type", "application/json")];
-    let shown = cluster.send("POST", "/admin/explain", &json_type, &ask).await.json();
+    let shown = cluster.send("POST", "/admin/explain", &json_type, ask).await.json();
     assert_eq!(shown["chosen"]["prefill"], "prefill-1", "{shown}");
     assert_eq!(shown["chosen"]["decision"], "disaggregated");
     let pairs = shown["pairs"].as_array().unwrap();
