@@ -104,7 +104,7 @@ async fn an_explanation_names_the_pair_its_cost_and_who_was_ruled_out() {
     assert_eq!(shown["chosen"]["prefill"], "prefill-2");
 
     let headers = [("content-type", "application/json"), ("x-kvbaton-explain", "1")];
-    let answer = cluster.send("POST", COMPLETIONS, &headers, &completion(PROMPT, 2).to_string()).await;
+    let answer = cluster.send("POST", COMPLETIONS, &headers, completion(PROMPT, 2).to_string()).await;
     assert!(answer.header("x-kvbaton-choice").starts_with("prefill=prefill-2; decode=decode-"), "{answer:?}");
     cluster.assert_hides_engines(&answer);
     let unasked = cluster.post(COMPLETIONS, &completion(PROMPT, 2)).await;
@@ -116,7 +116,7 @@ async fn an_explanation_names_the_pair_its_cost_and_who_was_ruled_out() {
 async fn a_choice_is_not_told_unless_the_operator_lets_it() {
     let cluster = cluster(|_| {}).await;
     let headers = [("content-type", "application/json"), ("x-kvbaton-explain", "1")];
-    let answer = cluster.send("POST", COMPLETIONS, &headers, &completion(PROMPT, 2).to_string()).await;
+    let answer = cluster.send("POST", COMPLETIONS, &headers, completion(PROMPT, 2).to_string()).await;
     assert_eq!(answer.status, 200);
     assert!(!answer.headers.contains_key("x-kvbaton-choice"));
     cluster.finish().await;

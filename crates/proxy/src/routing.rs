@@ -14,6 +14,8 @@ pub mod ring;
 pub(crate) mod roster;
 pub mod score;
 pub(crate) mod settings;
+#[cfg(test)]
+mod tests;
 
 /// A peer's number, unique for the life of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

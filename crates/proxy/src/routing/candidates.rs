@@ -131,9 +131,14 @@ impl Pool {
             }
         }
         if let Some(key) = self.key_of(stage, wanted) {
-            for key in roster.ring(stage).walk(key).take(2) {
+            // Whoever cannot have the request gives way to the next on the ring, the same for each request.
+            let wanted_seats = seats.len() + 2;
+            for key in roster.ring(stage).walk(key).take(64) {
                 if let Some(peer) = from.iter().find(|peer| peer.routing.key == key) {
                     add(peer, &mut seats);
+                }
+                if seats.len() >= wanted_seats {
+                    break;
                 }
             }
         }

@@ -1,0 +1,141 @@
+//! The choice among few and many peers that are not there.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::candidates::Wanted;
+use super::choose::Chosen;
+use super::prefix::Matched;
+use super::settings::{Disaggregation, DisaggregationMode, Policy, RoutingSettings};
+use crate::dial::Dials;
+use crate::pool::Pool;
+use crate::pool::peer::{Peer, PeerSpec, PeerState, Role, ServedModel};
+use crate::registry::{Registry, RegistryLimits};
+use crate::request::Endpoint;
+use crate::settings::Settings;
+
+fn served(model: &str) -> ServedModel {
+    let entry = serde_json::value::to_raw_value(&serde_json::json!({"id": model})).unwrap();
+    ServedModel { id: model.to_owned(), entry }
+}
+
+/// A fleet of ready peers of each role; every tenth serves `rare`, the others `common`.
+fn fleet(count: usize) -> Pool {
+    let pool = Pool::new(&Settings::default(), Dials::new(Duration::from_secs(1)));
+    for role in [Role::Prefill, Role::Decode] {
+        for number in 0..count {
+            let peer = pool.add(PeerSpec::new(role, format!("http://{role:?}-{number}:1"))).unwrap();
+            let mut observed = peer.observed.write();
+            observed.state = PeerState::Ready;
+            observed.models = [served(if number % 10 == 9 { "rare" } else { "common" })].into();
+            observed.models_changed += 1;
+        }
+    }
+    pool.learn(&Registry::new(RegistryLimits::default()));
+    pool
+}
+
+fn choose(pool: &Pool, model: &str, settings: &RoutingSettings, session: Option<&[u8]>) -> Option<Chosen> {
+    let wanted = Wanted {
+        model: Some(model),
+        endpoint: Endpoint::Completions,
+        prompt_tokens: 1000.0,
+        settings,
+        session,
+        beginning: b"",
+        seen: Matched::default(),
+        token_bytes: 4.0,
+        tried: [&[], &[]],
+    };
+    pool.choose_pair(&wanted, &Disaggregation::default())
+}
+
+fn lists(peer: &Peer, model: &str) -> bool {
+    peer.observed.read().models.iter().any(|served| served.id == model)
+}
+
+#[tokio::test]
+async fn among_many_a_pair_is_found_that_lists_the_model_and_spreads() {
+    let pool = fleet(200);
+    let (settings, mut taken) = (RoutingSettings::default(), BTreeMap::<String, usize>::new());
+    let mut running = Vec::new();
+    for _ in 0..100 {
+        let chosen = choose(&pool, "rare", &settings, None).unwrap();
+        let prefill = chosen.prefill.as_ref().unwrap();
+        assert!(lists(&prefill.peer, "rare") && lists(&chosen.decode.peer, "rare"));
+        *taken.entry(prefill.peer.id.clone()).or_default() += 1;
+        running.push(chosen);
+    }
+    // Twenty peers list it, so that five each are fair.
+    assert!(taken.values().all(|count| *count <= 10), "{taken:?}");
+    assert!(taken.len() >= 15, "{taken:?}");
+    let waiting: u64 = pool.all().iter().map(|peer| peer.routing.waiting_tokens()).sum();
+    assert_eq!(waiting, 100 * 1000);
+    drop(running);
+    assert!(pool.all().iter().all(|peer| peer.routing.waiting_tokens() == 0 && peer.in_flight() == 0));
+}
+
+#[tokio::test]
+async fn among_many_the_only_open_peer_is_found() {
+    let pool = fleet(60);
+    let only =
+        pool.all().into_iter().find(|peer| peer.spec.role == Role::Prefill && lists(peer, "common")).unwrap();
+    for peer in pool.all().iter().filter(|peer| peer.spec.role == Role::Prefill) {
+        peer.standing.set_drained(!Arc::ptr_eq(peer, &only));
+    }
+    for _ in 0..20 {
+        let chosen = choose(&pool, "common", &RoutingSettings::default(), None).unwrap();
+        assert_eq!(chosen.prefill.unwrap().peer.id, only.id);
+    }
+    only.standing.set_drained(true);
+    assert!(choose(&pool, "common", &RoutingSettings::default(), None).is_none());
+}
+
+#[tokio::test]
+async fn among_many_a_session_keeps_its_engines() {
+    let pool = fleet(100);
+    let settings =
+        RoutingSettings { prefill: Policy::Session, decode: Policy::Session, ..RoutingSettings::default() };
+    for session in [&b"one"[..], b"two", b"three"] {
+        let pair = |_| {
+            let chosen = choose(&pool, "common", &settings, Some(session)).unwrap();
+            (chosen.prefill.unwrap().peer.id.clone(), chosen.decode.peer.id.clone())
+        };
+        let pairs: std::collections::BTreeSet<_> = (0..20).map(pair).collect();
+        assert_eq!(pairs.len(), 1, "{pairs:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_slower_or_busier_engine_is_passed_over_and_a_short_prompt_stays() {
+    let pool = fleet(2);
+    let settings = RoutingSettings::default();
+    let slow = pool.all().into_iter().find(|peer| peer.spec.role == Role::Prefill).unwrap();
+    for peer in pool.all() {
+        let millis = if Arc::ptr_eq(&peer, &slow) { 1000 } else { 100 };
+        (0..5).for_each(|_| peer.routing.prefilled(1000, Duration::from_millis(millis)));
+    }
+    for _ in 0..10 {
+        let chosen = choose(&pool, "common", &settings, None).unwrap();
+        assert_ne!(chosen.prefill.unwrap().peer.id, slow.id);
+    }
+    // Ten prompts that wait at the fast one cost as much.
+    let waiting: Vec<_> = (0..12).map(|_| choose(&pool, "common", &settings, None).unwrap()).collect();
+    assert!(waiting.iter().any(|chosen| chosen.prefill.as_ref().unwrap().peer.id == slow.id));
+    drop(waiting);
+    let wanted = Wanted {
+        model: None,
+        endpoint: Endpoint::Completions,
+        prompt_tokens: 10.0,
+        settings: &settings,
+        session: None,
+        beginning: b"",
+        seen: Matched::default(),
+        token_bytes: 4.0,
+        tried: [&[], &[]],
+    };
+    let auto = Disaggregation { mode: DisaggregationMode::Auto, ..Disaggregation::default() };
+    let chosen = pool.choose_pair(&wanted, &auto).unwrap();
+    assert!(chosen.prefill.is_none() && chosen.stays.is_some());
+}
