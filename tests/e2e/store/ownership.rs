@@ -66,7 +66,8 @@ async fn an_engine_is_its_credentials_at_every_router_and_after_a_restart() {
 
     // The settings of both name a peer that has not registered yet, for x: nobody else is that, at either.
     let reserved = async |router: &Running| {
-        let peer = json!({"role": "prefill", "url": "http://10.0.0.9:1", "name": "named", "registered_by": "x"});
+        let peer =
+            json!({"role": "prefill", "url": "http://10.0.0.9:1", "name": "named", "registered_by": "x"});
         let url = format!("http://{}/admin/peers", router.addr());
         let request = http_client().post(url).bearer_auth("ops").header("content-type", "application/json");
         let status = Answer::read(request.body(peer.to_string())).await.status;
