@@ -105,6 +105,7 @@ async fn pairs_of_one_model_are_warmed_up_and_released_with_that_model() {
     };
     let cluster = Cluster::builder().prefill(0).decode(0).config(warm).unready().start().await;
     let liar = liar(&cluster).await;
+    wait_open(&cluster, 1).await;
     let others = engine(&cluster, "fleet", Role::Prefill, "sim").await;
     wait_open(&cluster, 2).await;
     let p = engine(&cluster, "team", Role::Prefill, "theirs").await;
