@@ -17,7 +17,7 @@ use kvbaton_proxy::{
 use serde::{Deserialize, Serialize};
 
 pub use faults::{ConfigFault, ConfigFaults, Source};
-pub use layers::{Flags, load};
+pub use layers::{Flags, load, read};
 pub(crate) use security::{ADMIN_TOKEN, EMBEDDED_FLEET, REGISTRY_TOKEN, check_key};
 pub use security::{
     Admin, ClientAuth, Connections, Cors, Credential, CredentialRole, EngineTls, Key, Registry, Secrets, Tls,
@@ -388,6 +388,27 @@ mod tests {
     fn the_defaults_are_valid() {
         assert_eq!(Config::default().validate(), Ok(()));
         assert!(Config::default().embeds_fleet());
+    }
+
+    #[test]
+    fn the_guide_to_tuning_names_the_defaults() {
+        let defaults = toml::Value::try_from(Config::default()).unwrap();
+        let rows = include_str!("../docs/tuning.md").lines().filter_map(|line| {
+            let mut cells = line.strip_prefix("| `")?.split(" | ");
+            let key = cells.next()?.trim_end_matches('`');
+            Some((key, cells.next()?.strip_prefix('`')?.strip_suffix('`')?))
+        });
+        let mut compared = 0;
+        for (key, told) in rows {
+            let mut value = Some(&defaults);
+            for part in key.split('.') {
+                value = value.and_then(|value| value.get(part));
+            }
+            let value = value.unwrap_or_else(|| panic!("{key} is no setting")).to_string();
+            assert_eq!(told, value, "{key}");
+            compared += 1;
+        }
+        assert!(compared > 30, "{compared}");
     }
 
     #[test]

@@ -190,6 +190,26 @@ async fn the_contract_names_exactly_the_codes_that_exist() {
     assert_eq!(named, existing);
 }
 
+/// Each code is the heading of a section, which is its anchor, with a status, a cause and a cure.
+#[tokio::test]
+async fn each_code_has_its_place_among_the_troubles() {
+    let page = include_str!("../../docs/troubleshooting.md");
+    let mut sections = std::collections::BTreeMap::new();
+    for section in page.split("\n#### ").skip(1) {
+        let (code, text) = section.split_once('\n').unwrap();
+        let text = text.split("\n#").next().unwrap().trim().to_owned();
+        assert!(sections.insert(code, text).is_none(), "{code} is there twice");
+    }
+    let errors = every_error();
+    for (_, status, code) in &errors {
+        let text = sections.get(code).unwrap_or_else(|| panic!("{code} is not in docs/troubleshooting.md"));
+        assert!(text.starts_with(&format!("{status}. ")), "{code} has another status there: {text}");
+        assert!(text.matches(". ").count() + text.matches(".\n").count() >= 2, "{code} lacks a cure: {text}");
+    }
+    let existing: BTreeSet<&str> = errors.iter().map(|(_, _, code)| *code).collect();
+    assert_eq!(sections.into_keys().collect::<BTreeSet<_>>(), existing);
+}
+
 #[test]
 fn what_a_client_reads_of_an_engine_is_its_leg_and_no_more() {
     let face = upstream(Stage::Prefill, Broken::Connect).face();

@@ -18,8 +18,9 @@ use super::fault::{BAD, CliError};
 use super::peers::Peer;
 use super::table::{Output, duration, or_dash, say_json, table};
 use super::{ServeArgs, runtime, say};
+use crate::config::load;
 use target::{Pair, Target};
-use verdict::{Judgement, of_peer};
+use verdict::{Finding, Judgement, NOTHING_READY, of_peer};
 
 #[derive(Debug, Args)]
 pub(super) struct CheckArgs {
@@ -30,6 +31,9 @@ pub(super) struct CheckArgs {
     with: Credentials,
     #[command(flatten)]
     settings: ServeArgs,
+    /// Only read the settings, and say all that is wrong with them; starts nothing and asks nobody.
+    #[arg(long, conflicts_with = "router")]
+    only_settings: bool,
     /// How long engines may take to answer a router that is started for the check, in seconds.
     #[arg(long, value_name = "S", default_value_t = 20.0)]
     wait: f64,
@@ -39,6 +43,12 @@ pub(super) struct CheckArgs {
 }
 
 pub(super) fn run(args: CheckArgs) -> anyhow::Result<ExitCode> {
+    if args.only_settings {
+        let config = load(&args.settings.into(), std::env::vars())?;
+        let (prefill, decode) = (config.prefill.len(), config.decode.len());
+        say(&format!("good: settings with {prefill} prefill and {decode} decode engine(s)\n"))?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let wait = Duration::try_from_secs_f64(args.wait)
         .map_err(|_| CliError::Usage { option: "--wait", why: "must be a number of seconds" })?;
     runtime()?.block_on(async {
@@ -133,8 +143,8 @@ impl Report {
         let rows: Vec<[String; 6]> = self.pairs.iter().map(Judgement::row).collect();
         text.push_str(&table(["PREFILL", "DECODE", "HANDSHAKE", "HAND-OFF", "BLOCKS", "TIME"], &rows));
         text.push('\n');
-        for (what, advice) in self.findings() {
-            let _ = writeln!(text, "{what}\n    {advice}");
+        for Finding { what, advice, see } in self.findings() {
+            let _ = writeln!(text, "{what}\n    {advice}\n    more: docs/troubleshooting.md#{see}");
         }
         let (works, all) = (self.pairs.iter().filter(|pair| pair.works()).count(), self.pairs.len());
         let verdict = if self.is_good() { "good" } else { "not good" };
@@ -143,11 +153,11 @@ impl Report {
     }
 
     /// What is wrong and what to do about it.
-    fn findings(&self) -> Vec<(String, String)> {
-        let mut findings: Vec<(String, String)> = Vec::new();
+    fn findings(&self) -> Vec<Finding> {
+        let mut findings = Vec::new();
         findings.extend(self.roles().map(|what| {
             let (what, advice) = what.split_once(": ").unwrap_or((what, ""));
-            (what.to_owned(), advice.to_owned())
+            Finding { what: what.to_owned(), advice: advice.to_owned(), see: NOTHING_READY }
         }));
         findings.extend(self.peers.iter().filter_map(of_peer));
         // What an engine lacks is said once, not of each of its pairs.
@@ -165,7 +175,7 @@ impl Report {
         let findings: Vec<Value> = self
             .findings()
             .into_iter()
-            .map(|(what, advice)| json!({"what": what, "advice": advice}))
+            .map(|found| json!({"what": found.what, "advice": found.advice, "see": found.see}))
             .collect();
         json!({"good": self.is_good(), "of": self.of, "peers": peers, "pairs": pairs, "findings": findings})
     }

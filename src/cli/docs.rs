@@ -131,6 +131,22 @@ mod tests {
     }
 
     #[test]
+    fn guides_name_metrics_that_exist() {
+        let mut known = known();
+        known.extend(metric_docs().into_iter().map(|doc| doc.name));
+        let mut found = 0;
+        for page in crate::cli::reference::pages() {
+            // Names with a label or of a value; words such as kvbaton_vllm are Python's.
+            let named = named(&page.text).into_iter().filter(|name| name.starts_with("kvbaton_"));
+            for name in named.filter(|name| !["kvbaton_vllm", "kvbaton_proxy"].contains(&name.as_str())) {
+                assert!(known.contains(&name) || name.ends_with('_'), "{}: {name}", page.name);
+                found += 1;
+            }
+        }
+        assert!(found > 20, "{found}");
+    }
+
+    #[test]
     fn the_dashboard_is_whole() {
         let dashboard: serde_json::Value =
             serde_json::from_str(include_str!("../../deploy/grafana/kvbaton.json")).unwrap();

@@ -26,7 +26,7 @@ pub(super) struct EngineArgs {
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0")]
     listen: SocketAddr,
     /// Base URL of the router whose registry carries the handshake.
-    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
+    #[arg(long, value_name = "URL", env = "ENGINE_REGISTRY", default_value = "http://127.0.0.1:8000")]
     registry: Url,
     /// Address of a ZMQ side channel; the engine is then as an unmodified vLLM engine, which knows no
     /// registry.

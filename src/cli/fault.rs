@@ -9,7 +9,11 @@ use super::client::ClientFault;
 /// The exit codes beside 0, and what they say; documentation is made of this.
 pub(super) const CODES: [(u8, &str); 6] = [
     (0, "done; of a verdict: it is good"),
-    (BAD, "failed; of `check`: something does not work; of `peers drain`: something was left"),
+    (
+        BAD,
+        "failed; of `check`: something does not work; of `peers drain`: something was left; of \
+         `--from-vllm-router-args`: a flag has no counterpart",
+    ),
     (USAGE, "wrong usage or settings"),
     (UNREACHABLE, "the router cannot be reached, or did not answer in time"),
     (DENIED, "the router wants another credential, or none of it was given"),

@@ -14,6 +14,7 @@ mod serve;
 mod table;
 mod top;
 mod trace;
+mod vllm_router;
 
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -30,6 +31,15 @@ pub struct Cli {
     command: Option<Command>,
     #[command(flatten)]
     serve: ServeArgs,
+    /// Print the settings for a command line of vllm-router, which is all that follows; starts nothing.
+    #[arg(
+        long,
+        value_name = "ARGS",
+        num_args = 0..,
+        allow_hyphen_values = true,
+        conflicts_with = "ServeArgs"
+    )]
+    from_vllm_router_args: Option<Vec<String>>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -103,7 +113,10 @@ impl From<ServeArgs> for Flags {
 #[must_use]
 pub fn run(cli: Cli) -> ExitCode {
     let result = match cli.command {
-        None => serve::run(cli.serve.into()),
+        None => match cli.from_vllm_router_args {
+            Some(words) => vllm_router::run(&words),
+            None => serve::run(cli.serve.into()),
+        },
         Some(Command::Serve(args)) => serve::run(args.into()),
         Some(Command::Engine(args)) => engine::run(*args),
         Some(Command::Key(args)) => key::run(&args),

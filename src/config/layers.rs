@@ -56,10 +56,24 @@ pub fn load(flags: &Flags, env: impl IntoIterator<Item = (String, String)>) -> R
     }
     env_entries(&env, &schema, &mut entries);
     flag_entries(flags, &schema, &mut entries);
+    merged(entries, &schema, faults)
+}
 
+/// Reads the text of a settings file alone.
+///
+/// # Errors
+/// Every wrong setting.
+pub fn read(text: &str) -> Result<Config, ConfigFaults> {
+    let (mut entries, mut faults) = (Vec::new(), Vec::new());
+    text_entries(Source::Settings, text, &mut entries, &mut faults);
+    merged(entries, &schema(), faults)
+}
+
+/// Lays entries over one another, the later over the earlier.
+fn merged(entries: Vec<Entry>, schema: &Table, mut faults: Vec<ConfigFault>) -> Result<Config, ConfigFaults> {
     let mut merged = Table::new();
     for entry in entries {
-        match check(&entry, &schema) {
+        match check(&entry, schema) {
             Ok(()) => set(&mut merged, &entry.path, entry.value),
             Err(found) => faults.extend(found),
         }
@@ -131,6 +145,10 @@ fn file_entries(path: &Path, entries: &mut Vec<Entry>, faults: &mut Vec<ConfigFa
             return;
         }
     };
+    text_entries(source, &text, entries, faults);
+}
+
+fn text_entries(source: Source, text: &str, entries: &mut Vec<Entry>, faults: &mut Vec<ConfigFault>) {
     match text.parse::<Table>() {
         Ok(table) => collect(&source, &mut Vec::new(), table, entries),
         Err(error) => {

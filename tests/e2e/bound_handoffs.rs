@@ -40,11 +40,11 @@ async fn engine(cluster: &Cluster, token: &str, role: Role, model: &str) -> Engi
     engine_sim::spawn(own, listen().await).await.unwrap()
 }
 
-/// A decode engine of the team that lists a model of others.
+/// A decode engine of the team that names no model and lists one of others.
 async fn liar(cluster: &Cluster) -> Engine {
     let config = EngineConfig { role: Role::Decode, ..EngineConfig::default() };
     let engine = engine_sim::spawn(config, listen().await).await.unwrap();
-    let body = json!({"base_url": engine.url(), "role": "decode", "model": "theirs"}).to_string();
+    let body = json!({"base_url": engine.url(), "role": "decode"}).to_string();
     let headers = [("content-type", "application/json"), ("authorization", "Bearer team")];
     assert_eq!(cluster.send("PUT", "/registry/v1/engines/liar", &headers, body).await.status, 201);
     engine

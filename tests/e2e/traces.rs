@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use engine_sim::Engine;
+use engine_sim::{ArmedFault, Engine, Fault, Leg};
 use futures_util::future::join_all;
 use kvbaton::config::{Config, TraceProtocol};
 use opentelemetry_proto::tonic::trace::v1::Span;
@@ -12,8 +12,8 @@ use opentelemetry_proto::tonic::trace::v1::status::StatusCode;
 use serde_json::json;
 
 use crate::support::{
-    Answer, CHAT, COMPLETIONS, Cluster, Collector, Mood, PROMPT, attribute, chat, completion, generations,
-    only,
+    Answer, Authority, CHAT, COMPLETIONS, Cluster, Collector, Front, Mood, PROMPT, attribute, chat,
+    completion, generations, only,
 };
 
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
@@ -300,5 +300,71 @@ async fn what_failed_says_so() {
     assert_eq!(attribute(&request.attributes, "http.response.status_code"), "503");
     let failed = spans.iter().filter(|span| span.name == "choose_pair" && span.status.is_some()).count();
     assert_eq!(failed, 1, "{spans:#?}");
+    cluster.finish().await;
+}
+
+#[tokio::test]
+async fn a_collector_behind_tls_is_believed_by_its_authority_only() {
+    let (ours, other) = (Authority::new(), Authority::new());
+    let front = Front::new(&ours.identity("collector", &["collector.example"]), None);
+    for protocol in [TraceProtocol::Grpc, TraceProtocol::Http] {
+        let plain = match protocol {
+            TraceProtocol::Grpc => Collector::grpc(Mood::Takes).await,
+            TraceProtocol::Http => Collector::http(Mood::Takes).await,
+        };
+        let collector = plain.behind(&front);
+        assert!(collector.url.starts_with("https://"));
+        for (trusted, result) in [(&other, "failed"), (&ours, "exported")] {
+            let (tune, ca) = (to(&collector, protocol), trusted.certificate.clone());
+            let mut builder = Cluster::builder().config(move |config| {
+                tune(config);
+                config.telemetry.traces.ca = Some(ca.clone());
+            });
+            if result == "failed" {
+                builder = builder.warns(&["does not take traces"]);
+            }
+            let cluster = builder.start().await;
+            assert_eq!(ask(&cluster, COMPLETIONS, &completion(PROMPT, 2), "01").await.status, 200);
+            cluster
+                .wait_for(result, async || {
+                    cluster.metric("kvbaton_traces_total", &[("result", result)]).await == 1.0
+                })
+                .await;
+            assert_eq!(collector.calls(), usize::from(result == "exported"));
+            cluster.finish().await;
+        }
+        one(&collector.spans(), "POST /v1/completions");
+    }
+}
+
+#[tokio::test]
+async fn a_release_is_a_part_of_its_request() {
+    let collector = Collector::grpc(Mood::Takes).await;
+    let cluster = Cluster::builder().config(to(&collector, TraceProtocol::Grpc)).start().await;
+    // A pair that has not talked before, and one that has.
+    for (way, status) in [("read", 400), ("rejection", 429)] {
+        let body = json!({"error": {"message": "no", "type": "t", "param": null, "code": status}});
+        cluster.d().faults().arm(ArmedFault {
+            fault: Fault::Refuse { status, body },
+            leg: Leg::Decode,
+            sticky: false,
+        });
+        assert_eq!(ask(&cluster, COMPLETIONS, &completion(PROMPT, 6), "01").await.status, status);
+        cluster.wait_no_blocks().await;
+        let of_way = |span: &Span| attribute(&span.attributes, "kvbaton.release.way") == way;
+        cluster.wait_for(way, async || collector.spans().iter().any(of_way)).await;
+        let spans = collector.spans();
+        let release = spans.iter().find(|span| of_way(span)).unwrap();
+        assert_eq!(release.name, "release");
+        assert_eq!(hex(&release.trace_id), TRACE);
+        assert_eq!(attribute(&release.attributes, "kvbaton.peer"), "prefill-1");
+        let code = status.to_string();
+        let request = spans.iter().find(|span| {
+            span.name == "POST /v1/completions"
+                && attribute(&span.attributes, "http.response.status_code") == code
+        });
+        assert_eq!(release.parent_span_id, request.unwrap().span_id);
+        assert_eq!(cluster.post(COMPLETIONS, &completion(PROMPT, 2)).await.status, 200);
+    }
     cluster.finish().await;
 }

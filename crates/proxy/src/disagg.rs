@@ -26,6 +26,7 @@ use crate::settings::{OnMissing, Settings};
 use crate::splice::Spliced;
 use crate::stream::RelayBody;
 use crate::timeline::Step;
+use crate::trace::Trace;
 use crate::upstream::{Leg, own_headers};
 use second_leg::engine_answered;
 use tries::{Stopped, Tries};
@@ -49,6 +50,8 @@ pub struct Order {
     pub(crate) request: ClientRequest,
     /// As they were when the request was read: a reload does not change them under it.
     pub(crate) settings: Arc<Settings>,
+    /// What is still done for it after its end has a span there too.
+    pub(crate) trace: Trace,
 }
 
 impl Order {
@@ -102,7 +105,7 @@ impl Core {
             settings.admission.check_size(&request)?;
             let (model, stream) = (request.model(), request.wants_stream());
             exchange.account.read(model, stream, bytes, exchange.client.key.as_ref());
-            Ok(Order { request, settings })
+            Ok(Order { request, settings, trace: exchange.account.trace().clone() })
         });
         read.inspect_err(|_| exchange.account.failed(Outcome::ClientError))
     }

@@ -26,6 +26,7 @@ use crate::registry::EngineRecord;
 use crate::request::Endpoint;
 use crate::request_id::RequestId;
 use crate::splice::{PromptPart, Spliced};
+use crate::trace::SpanKind;
 use crate::upstream::{Leg, own_headers};
 
 /// How many decode engines a release tries.
@@ -231,19 +232,27 @@ impl Hold {
     }
 
     /// Releases the hand-off, trying again while the prefill engine may still hold the blocks.
-    async fn release(self: Box<Self>) {
+    async fn release(mut self: Box<Self>) {
+        // The trace goes out when its last span has ended: later tries have none.
+        let mut span = std::mem::take(&mut self.order.trace).span("release", SpanKind::Internal);
+        span.say("kvbaton.peer", || self.prefill.id.clone());
+        span.say("kvbaton.blocks", || self.hand_off.blocks);
         let mut pause = RELEASE_PAUSE;
         loop {
             if self.is_orphaned() {
+                span.failed("engine_gone");
                 self.core.ledger.close(self.key, HandOffResult::EngineGone);
                 return;
             }
             let mut came_back = std::pin::pin!(self.core.pool.came_back.notified());
             came_back.as_mut().enable();
             if let Some(way) = self.free().await {
+                span.say("kvbaton.release.way", || way.label());
                 self.core.ledger.close(self.key, HandOffResult::Released(way));
                 return;
             }
+            span.failed("stranded");
+            drop(std::mem::take(&mut span));
             self.core.ledger.enter(self.key, HandOffState::Stranded);
             if pause == RELEASE_PAUSE {
                 tracing::warn!(

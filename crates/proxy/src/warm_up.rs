@@ -18,6 +18,7 @@ use crate::pool::peer::{Peer, Role};
 use crate::prefill::PrefillLeg;
 use crate::request::{BadRequest, ClientRequest, Endpoint, InjectedHandOff};
 use crate::request_id::RequestId;
+use crate::trace::Trace;
 use crate::upstream::{Leg, own_headers};
 
 /// Longest wait for the decode engine; a first handshake has been seen to take half a minute.
@@ -159,7 +160,7 @@ pub(crate) async fn exercise(
     decode: &Arc<Peer>,
 ) -> Result<usize, NotWarm> {
     let model = common_model(prefill, decode).ok_or(NotWarm::NoCommonModel)?;
-    let order = Order { request: request(&model)?, settings: core.settings() };
+    let order = Order { request: request(&model)?, settings: core.settings(), trace: Trace::default() };
     let id = RequestId::accept(None);
     let mut leg = PrefillLeg::start(core, prefill.enter(), &order, &id, own_headers(&id), true);
     let (head, answer) = leg.answer().await?;

@@ -24,6 +24,7 @@ use tokio::task::JoinSet;
 use tonic::transport::server::TcpIncoming;
 
 use super::listen;
+use super::pki::Front;
 
 /// What it does with a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,6 +108,12 @@ impl Collector {
         let mut serving = JoinSet::new();
         serving.spawn(async move { axum::serve(listener, app).await.unwrap() });
         Self { url, shared, _serving: serving }
+    }
+
+    /// The same behind TLS, at another URL.
+    pub(crate) fn behind(mut self, front: &Front) -> Self {
+        self.url = front.before(self.url.trim_start_matches("http://").parse().unwrap());
+        self
     }
 
     /// How many calls came.

@@ -16,7 +16,8 @@ pub(crate) enum Way {
 impl Way {
     pub(super) const ALL: [Self; 3] = [Self::Notification, Self::Rejection, Self::Read];
 
-    pub(super) const fn label(self) -> &'static str {
+    /// The name used in metrics and spans.
+    pub(crate) const fn label(self) -> &'static str {
         match self {
             Self::Notification => "notification",
             Self::Rejection => "rejection",
