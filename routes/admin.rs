@@ -5,10 +5,14 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::extract::State as Shared;
+use bytes::Bytes;
 use http::StatusCode;
 use http::header::LOCATION;
-use kvbaton_proxy::{Drained, HandOffView, PairView, PeerSpec, PeerView, Proxy, Trial};
+use kvbaton_proxy::{
+    CachedPrompt, Drained, Endpoint, HandOffView, PairView, PeerSpec, PeerView, Proxy, Trial,
+};
 use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
 
 use crate::error::RouteError;
 use crate::extract::{Json as JsonBody, Params, Segments};
@@ -39,6 +43,20 @@ pub(crate) struct HandOffs {
 pub(crate) struct DrainLimit {
     /// In seconds.
     timeout: Option<f64>,
+}
+
+/// A request as a client would send it, and where.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct CacheQuestion {
+    endpoint: Endpoint,
+    request: Box<RawValue>,
+}
+
+/// What engines have cached of a prompt.
+#[derive(Serialize)]
+pub(crate) struct Cached {
+    cached: Vec<CachedPrompt>,
 }
 
 /// Every pair of a prefill and a decode peer.
@@ -106,6 +124,15 @@ pub(crate) async fn resume_peer(
 
 pub(crate) async fn compatibility(Shared(proxy): Shared<Proxy>) -> Json<Pairs> {
     Json(Pairs { pairs: proxy.pairs() })
+}
+
+/// What engines that publish their KV events have cached of a request's prompt.
+pub(crate) async fn cached(
+    Shared(proxy): Shared<Proxy>,
+    JsonBody(asked): JsonBody<CacheQuestion>,
+) -> Result<Json<Cached>, RouteError> {
+    let body = Bytes::from(asked.request.get().to_owned());
+    Ok(Json(Cached { cached: proxy.cached(asked.endpoint, body).await? }))
 }
 
 /// Makes one small hand-off of a pair and says what came of it.

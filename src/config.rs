@@ -11,8 +11,9 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use kvbaton_proxy::{
-    AdmissionSettings, BreakerSettings, HandOffPolicy, Limits, Nixl, Pairing, PeerSpec, PeerSpecError, Probe,
-    Retry, Role, Settings, SideChannelSettings, StoreSettings, Streaming, TimelineSettings, Timeouts,
+    AdmissionSettings, BreakerSettings, HandOffPolicy, KvEventsSettings, Limits, Nixl, Pairing, PeerSpec,
+    PeerSpecError, Probe, Retry, Role, Settings, SideChannelSettings, StoreSettings, Streaming,
+    TimelineSettings, Timeouts,
 };
 use serde::{Deserialize, Serialize};
 
@@ -82,6 +83,8 @@ pub struct Config {
     pub pairing: Pairing,
     /// The engines' ZMQ side channels.
     pub side_channel: SideChannelSettings,
+    /// What engines tell of their prefix caches.
+    pub kv_events: KvEventsSettings,
     /// Trying again on another engine.
     pub retry: Retry,
     /// Bounds on memory.
@@ -123,6 +126,7 @@ impl Default for Config {
             admission: AdmissionSettings::default(),
             pairing: Pairing::default(),
             side_channel: SideChannelSettings::default(),
+            kv_events: KvEventsSettings::default(),
             retry: Retry::default(),
             limits: Limits::default(),
             store: StoreSettings::default(),
@@ -223,6 +227,7 @@ impl Config {
             admission: self.admission.clone(),
             pairing: self.pairing.clone(),
             side_channel: self.side_channel.clone(),
+            kv_events: self.kv_events.clone(),
             retry: self.retry.clone(),
             limits: self.limits.clone(),
             store: self.store.clone(),
@@ -269,6 +274,7 @@ impl Config {
             ("hand_off.lease", self.hand_off.lease),
             ("hand_off.lease_v2", self.hand_off.lease_v2),
             ("side_channel.interval", self.side_channel.interval),
+            ("kv_events.tokenize_within", self.kv_events.tokenize_within),
         ];
         for (key, value) in positive {
             if value.is_zero() {
@@ -367,6 +373,7 @@ impl Config {
                         PeerSpecError::AbandonGrace => "\"0s\" aborts abandoned prefills at once",
                         PeerSpecError::Notify => "move notify to the prefill engine",
                         PeerSpecError::NixlVersion { .. } => "what `pip show nixl` says there",
+                        PeerSpecError::KvEvents => "such as \"tcp://10.0.0.5:5557\"",
                         PeerSpecError::Name { .. } | PeerSpecError::Exists { .. } => "such as \"p1\"",
                     };
                     wrong(&key, error.to_string(), hint);

@@ -15,7 +15,7 @@ use crate::config::{Config, ConfigFaults};
 use crate::secrets::SecretStore;
 
 /// Settings that hold for whatever begins after they changed; a name stands for all below it.
-const APPLIED: [&str; 27] = [
+const APPLIED: [&str; 28] = [
     "timeouts.prefill",
     "timeouts.decode_head",
     "timeouts.idle",
@@ -27,6 +27,7 @@ const APPLIED: [&str; 27] = [
     "hand_off",
     "pairing",
     "retry",
+    "kv_events",
     "breaker",
     "admission",
     "limits.body_bytes",

@@ -45,6 +45,7 @@ pub(super) fn peer_spec_face(error: &PeerSpecError) -> Face {
         PeerSpecError::Token => Face::invalid("invalid_peer").param("token"),
         PeerSpecError::SideChannel => Face::invalid("invalid_peer").param("kv_host"),
         PeerSpecError::SideChannelAddress => Face::invalid("invalid_peer").param("side_channel"),
+        PeerSpecError::KvEvents => Face::invalid("invalid_peer").param("kv_events"),
         PeerSpecError::Size => Face::invalid("invalid_peer").param("tp_size"),
         PeerSpecError::Lease => Face::invalid("invalid_peer").param("lease"),
         PeerSpecError::AbandonGrace => Face::invalid("invalid_peer").param("abandon_grace"),

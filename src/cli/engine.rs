@@ -32,6 +32,12 @@ pub(super) struct EngineArgs {
     /// registry.
     #[arg(long, value_name = "ADDR")]
     side_channel: Option<SocketAddr>,
+    /// Address at which it publishes its KV cache events over ZMQ.
+    #[arg(long, value_name = "ADDR")]
+    kv_events: Option<SocketAddr>,
+    /// Address at which it replays KV cache events that were missed.
+    #[arg(long, value_name = "ADDR", requires = "kv_events")]
+    kv_events_replay: Option<SocketAddr>,
     /// A token for the router's registry, if it asks for one.
     #[arg(long, value_name = "TOKEN", env = "ENGINE_REGISTRY_TOKEN", hide_env_values = true)]
     registry_token: Option<String>,
@@ -114,6 +120,9 @@ async fn serve(args: EngineArgs) -> anyhow::Result<ExitCode> {
     if let Some(side_channel) = engine.side_channel_addr() {
         say(&format!("side channel on {side_channel}\n"))?;
     }
+    if let [Some(events), _] = engine.kv_events_addrs() {
+        say(&format!("KV events on {events}\n"))?;
+    }
     let signal = signals.leave().await;
     tracing::info!(signal, "leaving");
     engine.shutdown().await;
@@ -151,6 +160,8 @@ impl From<EngineArgs> for EngineConfig {
             },
             registry: args.side_channel.is_none().then_some(args.registry),
             side_channel: args.side_channel,
+            kv_events: args.kv_events,
+            kv_events_replay: args.kv_events_replay,
             registry_token: args.registry_token,
             model: args.model,
             engine_id: args.engine_id,

@@ -102,6 +102,8 @@ fn schema() -> Table {
     peer.kv_host = Some("host".into());
     peer.kv_port = Some(1);
     peer.side_channel = Some("host:1".into());
+    peer.kv_events = Some("tcp://host:1".into());
+    peer.kv_events_replay = Some("tcp://host:1".into());
     (peer.tp_size, peer.pp_size, peer.dp_size) = (Some(1), Some(1), Some(1));
     peer.front = Some(true);
     peer.registered_by = Some("name".into());

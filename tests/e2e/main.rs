@@ -27,6 +27,7 @@ mod fleet;
 mod handoff;
 mod health;
 mod injection;
+mod kv_events;
 mod legs;
 mod logs;
 mod malformed_handoff;

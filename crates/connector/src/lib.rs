@@ -12,6 +12,8 @@ pub mod fit;
 mod golden;
 #[cfg(feature = "registry")]
 pub mod handshake;
+#[cfg(feature = "zmq")]
+pub mod kv_events;
 pub mod protocol;
 pub mod push;
 pub mod regions;

@@ -45,6 +45,8 @@ pub(crate) struct BlockPool {
     free: BTreeMap<u64, BlockId>,
     cached: HashMap<BlockHash, BlockId>,
     next_stamp: u64,
+    /// Hashes that were taken from the cache, where somebody collects them.
+    evicted: Option<Vec<BlockHash>>,
 }
 
 impl BlockPool {
@@ -55,6 +57,7 @@ impl BlockPool {
             free: BTreeMap::new(),
             cached: HashMap::new(),
             next_stamp: 0,
+            evicted: None,
         };
         for id in 1..blocks {
             pool.enqueue(BlockId::try_from(id).unwrap_or(BlockId::MAX));
@@ -113,21 +116,38 @@ impl BlockPool {
                 && self.cached.get(&hash) == Some(&id)
             {
                 self.cached.remove(&hash);
+                if let Some(evicted) = &mut self.evicted {
+                    evicted.push(hash);
+                }
             }
             blocks.push(id);
         }
         Some(blocks)
     }
 
-    /// Publishes full blocks in the prefix cache; blocks beyond the hashes are left alone.
-    pub(crate) fn publish(&mut self, blocks: &[BlockId], hashes: &[BlockHash]) {
-        for (id, hash) in blocks.iter().zip(hashes) {
+    /// Collects from now on what is taken from the cache.
+    pub(crate) fn collect_evicted(&mut self) {
+        self.evicted.get_or_insert_default();
+    }
+
+    /// What was taken from the cache since the last call, where it is collected.
+    pub(crate) fn take_evicted(&mut self) -> Vec<BlockHash> {
+        self.evicted.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    /// Publishes full blocks in the prefix cache; blocks beyond the hashes are left alone. The position of the
+    /// first that was not there.
+    pub(crate) fn publish(&mut self, blocks: &[BlockId], hashes: &[BlockHash]) -> usize {
+        let mut first = blocks.len().min(hashes.len());
+        for (at, (id, hash)) in blocks.iter().zip(hashes).enumerate() {
             let slot = &mut self.slots[*id as usize];
             if slot.hash.is_none() {
                 slot.hash = Some(*hash);
                 self.cached.entry(*hash).or_insert(*id);
+                first = first.min(at);
             }
         }
+        first
     }
 
     /// Drops one reference on each block; tails become evictable before heads.

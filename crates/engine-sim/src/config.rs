@@ -108,6 +108,10 @@ pub struct EngineConfig {
     /// Address of a ZMQ side channel, as unmodified vLLM has one; hand-offs then name it, and the
     /// engine shakes hands over the peers' ones instead of the registry. Port 0 takes a free one.
     pub side_channel: Option<SocketAddr>,
+    /// Address at which it publishes its KV cache events over ZMQ; port 0 takes a free one.
+    pub kv_events: Option<SocketAddr>,
+    /// Address at which it replays those that were missed.
+    pub kv_events_replay: Option<SocketAddr>,
     /// Host reported in hand-offs; `None` is the listener's address.
     pub advertise_host: Option<String>,
     /// Port reported in hand-offs; `None` is the listener's port.
@@ -158,6 +162,8 @@ impl Default for EngineConfig {
             registry_refresh: Duration::from_secs(2),
             registry_ttl: None,
             side_channel: None,
+            kv_events: None,
+            kv_events_replay: None,
             advertise_host: None,
             advertise_port: None,
             load_failure_policy: LoadFailurePolicy::Fail,

@@ -1,9 +1,11 @@
 //! Starting and stopping one engine, and the handle that its owner keeps.
 
+use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
 use kv_connector::handshake::RegistryClient;
+use kv_connector::kv_events::EventPublisher;
 use kv_connector::scheduler::{Scheduler, SchedulerConfig};
 use kv_connector::side_channel::SideChannelServer;
 use kv_connector::transport::loopback;
@@ -15,6 +17,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use crate::cache_events::CacheEvents;
 use crate::config::EngineConfig;
 use crate::conn::{self, StopTokens};
 use crate::core::{Core, CoreParts};
@@ -31,11 +34,15 @@ use crate::transport::KvTransport;
 /// Commands that may wait for the core.
 const COMMAND_QUEUE: usize = 4096;
 
+/// Batches of KV events that are kept for replays, as in vLLM.
+const KEPT_EVENTS: usize = 10_000;
+
 /// A running engine; dropping it stops it abruptly, like [`Engine::kill`] without the waiting.
 pub struct Engine {
     shared: Arc<Shared>,
     addr: SocketAddr,
     side_channel_addr: Option<SocketAddr>,
+    kv_events_addrs: [Option<SocketAddr>; 2],
     listener_state: ListenerState,
     stop: StopTokens,
     /// The listener and its connections.
@@ -79,6 +86,9 @@ pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine
     let side_channel_addr = side_channel.as_ref().map(SideChannelServer::local_addr).transpose();
     let side_channel_addr = side_channel_addr.map_err(EngineError::SideChannel)?;
 
+    let events = EventPorts::bind(&config).await.map_err(EngineError::KvEvents)?;
+    let kv_events_addrs = events.addrs;
+
     let (stop, leave, started) = (StopTokens::default(), CancellationToken::new(), Instant::now());
     let (connections, background) = (TaskTracker::new(), TaskTracker::new());
     let (command_sender, commands) = mpsc::channel(COMMAND_QUEUE);
@@ -93,6 +103,7 @@ pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine
         registry: registry.clone(),
         tracker: background.clone(),
         stop: stop.kill.clone(),
+        events: events.serve(&background, &stop.kill),
         started,
     });
     run_core(core, &shared.config.transport, &background);
@@ -126,6 +137,7 @@ pub async fn spawn(config: EngineConfig, listener: TcpListener) -> Result<Engine
         shared,
         addr,
         side_channel_addr,
+        kv_events_addrs,
         listener_state,
         stop,
         connections,
@@ -145,6 +157,11 @@ impl Engine {
     /// The address of its ZMQ side channel, if it has one.
     pub fn side_channel_addr(&self) -> Option<SocketAddr> {
         self.side_channel_addr
+    }
+
+    /// Where it publishes its KV events and where it replays them, if it does.
+    pub fn kv_events_addrs(&self) -> [Option<SocketAddr>; 2] {
+        self.kv_events_addrs
     }
 
     /// What became of its ZMQ side channel.
@@ -219,6 +236,42 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         self.stop.kill.cancel();
+    }
+}
+
+/// The bound ports of the KV events.
+struct EventPorts {
+    listeners: [Option<TcpListener>; 2],
+    addrs: [Option<SocketAddr>; 2],
+}
+
+impl EventPorts {
+    async fn bind(config: &EngineConfig) -> io::Result<Self> {
+        let mut ports = Self { listeners: [None, None], addrs: [None, None] };
+        for (at, addr) in [config.kv_events, config.kv_events_replay].into_iter().enumerate() {
+            if let Some(addr) = addr {
+                let listener = TcpListener::bind(addr).await?;
+                ports.addrs[at] = Some(listener.local_addr()?);
+                ports.listeners[at] = Some(listener);
+            }
+        }
+        Ok(ports)
+    }
+
+    /// Serves until the engine is killed.
+    fn serve(self, background: &TaskTracker, kill: &CancellationToken) -> Option<CacheEvents> {
+        let [live, replays] = self.listeners;
+        let publisher = EventPublisher::new(if replays.is_some() { KEPT_EVENTS } else { 0 });
+        let is_any = live.is_some();
+        let live = live.map(|listener| publisher.clone().serve(listener));
+        let replays = replays.map(|listener| publisher.clone().serve_replays(listener));
+        if let Some(live) = live {
+            background.spawn(kill.clone().run_until_cancelled_owned(live));
+        }
+        if let Some(replays) = replays {
+            background.spawn(kill.clone().run_until_cancelled_owned(replays));
+        }
+        is_any.then(|| CacheEvents::new(publisher))
     }
 }
 

@@ -21,6 +21,9 @@ pub enum EngineError {
     /// The ZMQ side channel cannot be bound.
     #[error("the side channel cannot be bound")]
     SideChannel(#[source] io::Error),
+    /// The KV events' ports cannot be bound.
+    #[error("the ports of the KV events cannot be bound")]
+    KvEvents(#[source] io::Error),
     /// The KV memory could not be made available to peers.
     #[error("the KV memory could not be registered with the transport")]
     Worker(#[from] kv_connector::worker::WorkerSetupError),

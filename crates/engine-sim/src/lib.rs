@@ -4,6 +4,7 @@
 //! depends on the bytes it reads, so a wrong hand-off shows. It holds no router policy.
 
 mod blocks;
+mod cache_events;
 mod config;
 mod conn;
 mod core;

@@ -34,6 +34,7 @@ mod reload;
 pub mod request;
 mod request_id;
 mod retry;
+pub mod routing;
 mod settings;
 mod side_channel;
 pub mod splice;
@@ -85,6 +86,7 @@ pub use registry_address::{NotAnAddress, RegistryAddress};
 pub use reload::{PeerChangeError, PeerChanges};
 pub use request::{BadRequest, Endpoint, InjectedHandOff};
 pub use request_id::{RequestId, X_REQUEST_ID};
+pub use routing::kv_events::{CachedPrompt, KvEventsSettings, KvEventsView};
 pub use settings::{
     AddressCheck, HandOffPolicy, Limits, Nixl, OnMissing, Pairing, Probe, Retry, Settings, Streaming,
     Timelines as TimelineSettings, Timeouts, UnknownPairs,
@@ -119,6 +121,7 @@ struct Core {
     retries: retry::Budget,
     admission: Arc<admission::Admission>,
     side_channels: SideChannels,
+    kv_events: routing::kv_events::KvEvents,
     timelines: Arc<Timelines>,
     viewers: pulse::Viewers,
     metrics: Arc<Metrics>,
@@ -176,6 +179,7 @@ impl Proxy {
             notifier,
             pool: Pool::new(settings.pairing.clone(), settings.breaker.clone(), upstream.dials().clone()),
             side_channels: SideChannels::default(),
+            kv_events: routing::kv_events::KvEvents::default(),
             timelines: Timelines::new(settings.timeline.requests),
             viewers: pulse::Viewers::default(),
             upstream,
@@ -192,6 +196,7 @@ impl Proxy {
         pool::scrape::watch(Arc::clone(&core));
         fleet::follow(Arc::clone(&core));
         side_channel::start(&core);
+        routing::kv_events::start(&core);
         core.tasks.spawn(core.registry.clone().expire_until(core.stop.clone()));
         let proxy = Self { core };
         proxy.core.store.share_decisions(&proxy, &proxy.core.tasks, &proxy.core.stop);
@@ -231,6 +236,15 @@ impl Proxy {
     /// It cannot be served by any engine.
     pub fn read(&self, endpoint: Endpoint, exchange: &Exchange, body: Bytes) -> Result<Order, ProxyError> {
         self.core.read(endpoint, exchange, body)
+    }
+
+    /// How much of a request's prompt those engines have cached that publish their KV events.
+    ///
+    /// # Errors
+    /// No engine could serve the request.
+    pub async fn cached(&self, endpoint: Endpoint, body: Bytes) -> Result<Vec<CachedPrompt>, ProxyError> {
+        let request = request::ClientRequest::parse(endpoint, body, InjectedHandOff::Refuse)?;
+        Ok(self.core.cached(&request).await)
     }
 
     /// Serves a request over both legs. Dropping the future or the body frees everything.

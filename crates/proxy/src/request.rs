@@ -6,6 +6,7 @@
 mod fields;
 mod injected;
 mod plan;
+mod prompt;
 mod seen;
 
 use std::ops::Range;
@@ -15,11 +16,13 @@ use serde::{Deserialize, Serialize};
 
 use self::fields::Field;
 use self::plan::Plan;
+use self::prompt::PromptSpans;
 use self::seen::Seen;
 use crate::json::{JsonFault, JsonFaultKind, members};
 use crate::splice::{Span, Spliced};
 
 pub use self::plan::{FromPrefill, MAX_EDITS, pass_through_body};
+pub use self::prompt::PromptParts;
 
 /// The endpoints whose requests run in two legs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -214,6 +217,7 @@ pub struct ClientRequest {
     bypass: Option<BypassReason>,
     from_prefill: FromPrefill,
     prompt: Option<Span>,
+    spans: PromptSpans,
     prompt_bytes: usize,
     stripped: bool,
     size: Size,
@@ -249,7 +253,7 @@ impl ClientRequest {
         }
         let (bypass, stripped) = (seen.bypass(), plan.injected().is_some());
         let (from_prefill, prompt, size) = (seen.wanted_of_prefill(), seen.text, seen.size);
-        let prompt_bytes = seen.prompt_bytes;
+        let (prompt_bytes, spans) = (seen.prompt_bytes, seen.spans);
         let model = match seen.model {
             // There the engines use what they serve.
             None if endpoint == Endpoint::Responses => Box::default(),
@@ -263,6 +267,7 @@ impl ClientRequest {
             bypass,
             from_prefill,
             prompt,
+            spans,
             prompt_bytes,
             stripped,
             size,
@@ -320,6 +325,11 @@ impl ClientRequest {
     /// The prompt as it stands in the body, quotes included, if it is one text.
     pub(crate) fn prompt(&self) -> Option<Bytes> {
         self.prompt.map(|span| self.body.slice(Range::from(span)))
+    }
+
+    /// What becomes of its prompt, as it stands in the body.
+    pub fn prompt_parts(&self) -> PromptParts<'_> {
+        self.spans.parts(&self.model, &self.body)
     }
 
     /// Whether a hand-off sent by the client is left out of both legs.

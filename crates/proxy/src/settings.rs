@@ -12,6 +12,7 @@ use crate::connection::EngineTls;
 use crate::pool::{BreakerSettings, Writers};
 use crate::registry_address::RegistryAddress;
 use crate::request::InjectedHandOff;
+use crate::routing::kv_events::KvEventsSettings;
 use crate::side_channel::settings::SideChannelSettings;
 use crate::store::StoreSettings;
 use crate::trace::Traces;
@@ -34,6 +35,8 @@ pub struct Settings {
     pub pairing: Pairing,
     /// The engines' ZMQ side channels.
     pub side_channel: SideChannelSettings,
+    /// What engines tell of their prefix caches.
+    pub kv_events: KvEventsSettings,
     /// Trying again on another engine.
     pub retry: Retry,
     /// Bounds on memory.

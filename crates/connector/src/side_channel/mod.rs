@@ -6,7 +6,7 @@
 
 mod client;
 mod server;
-mod zmtp;
+pub(crate) mod zmtp;
 
 pub use client::{SideChannelClient, shake_hands};
 pub use server::{RankPayloads, SideChannelServer, reply_frames};

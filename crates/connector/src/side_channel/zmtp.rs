@@ -5,9 +5,9 @@ use std::io;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 /// Longest message that an asking side reads; payloads are far shorter.
-pub(super) const MAX_REPLY: u64 = 16 << 20;
+pub(crate) const MAX_REPLY: u64 = 16 << 20;
 /// Longest message that a serving side reads; requests have some twenty bytes.
-pub(super) const MAX_REQUEST: u64 = 4 << 10;
+pub(crate) const MAX_REQUEST: u64 = 4 << 10;
 /// Longest command; READY carries a few short properties.
 const MAX_COMMAND: u64 = 4 << 10;
 /// Most frames of one message.
@@ -18,11 +18,14 @@ const MORE: u8 = 1;
 const LONG: u8 = 2;
 const COMMAND: u8 = 4;
 
-/// The two kinds of socket that meet on the side channel.
+/// The kinds of socket that meet on the side channel, and those that carry KV events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum SocketType {
+pub(crate) enum SocketType {
     Req,
     Router,
+    Dealer,
+    Pub,
+    Sub,
 }
 
 impl SocketType {
@@ -30,16 +33,19 @@ impl SocketType {
         match self {
             Self::Req => "REQ",
             Self::Router => "ROUTER",
+            Self::Dealer => "DEALER",
+            Self::Pub => "PUB",
+            Self::Sub => "SUB",
         }
     }
 }
 
-pub(super) fn broken(why: &'static str) -> io::Error {
+pub(crate) fn broken(why: &'static str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, why)
 }
 
 /// Introduces both sides; the peer's kind of socket is its own business.
-pub(super) async fn greet<S>(stream: &mut S, socket: SocketType) -> io::Result<()>
+pub(crate) async fn greet<S>(stream: &mut S, socket: SocketType) -> io::Result<()>
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
@@ -86,7 +92,7 @@ fn ready(socket: SocketType) -> Vec<u8> {
 }
 
 /// Sends the frames as one message.
-pub(super) async fn send(stream: &mut (impl AsyncWrite + Unpin), frames: &[&[u8]]) -> io::Result<()> {
+pub(crate) async fn send(stream: &mut (impl AsyncWrite + Unpin), frames: &[&[u8]]) -> io::Result<()> {
     let mut bytes = Vec::new();
     for (index, frame) in frames.iter().enumerate() {
         let more = if index + 1 < frames.len() { MORE } else { 0 };
@@ -104,7 +110,7 @@ pub(super) async fn send(stream: &mut (impl AsyncWrite + Unpin), frames: &[&[u8]
 }
 
 /// The frames of the next message of at most so many bytes; commands in between are passed over.
-pub(super) async fn receive(stream: &mut (impl AsyncRead + Unpin), most: u64) -> io::Result<Vec<Vec<u8>>> {
+pub(crate) async fn receive(stream: &mut (impl AsyncRead + Unpin), most: u64) -> io::Result<Vec<Vec<u8>>> {
     let mut frames = Vec::new();
     let mut left = most;
     loop {

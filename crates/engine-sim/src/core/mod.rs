@@ -26,6 +26,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::blocks::{BlockPool, chain_hashes};
+use crate::cache_events::CacheEvents;
 use crate::kv::{ContextDigest, KvCache, KvError};
 use crate::metrics::{Gauges, Outcome};
 use crate::ranks::{PollError, Ranks};
@@ -78,6 +79,8 @@ pub(crate) struct CoreParts {
     pub(crate) registry: Option<Arc<RegistryClient>>,
     pub(crate) tracker: TaskTracker,
     pub(crate) stop: CancellationToken,
+    /// Where it says what its prefix cache holds, if it does.
+    pub(crate) events: Option<CacheEvents>,
     /// The origin of the engine's clock.
     pub(crate) started: Instant,
 }
@@ -94,6 +97,7 @@ pub(crate) struct Core {
     stop: CancellationToken,
     started: Instant,
     pool: BlockPool,
+    events: Option<CacheEvents>,
     requests: HashMap<String, Request>,
     waiting: VecDeque<String>,
     running: Vec<String>,
@@ -115,8 +119,13 @@ enum Wake {
 impl Core {
     pub(crate) fn new(parts: CoreParts) -> Self {
         let (handshake_sender, handshake_outcomes) = mpsc::channel(64);
+        let mut pool = BlockPool::new(parts.shared.config.num_blocks);
+        if parts.events.is_some() {
+            pool.collect_evicted();
+        }
         Self {
-            pool: BlockPool::new(parts.shared.config.num_blocks),
+            pool,
+            events: parts.events,
             shared: parts.shared,
             commands: parts.commands,
             scheduler: parts.scheduler,
@@ -348,7 +357,11 @@ impl Core {
         }
     }
 
-    fn publish(&self) {
+    fn publish(&mut self) {
+        if let Some(events) = &mut self.events {
+            events.removed(self.pool.take_evicted());
+            events.flush(self.started.elapsed().as_secs_f64());
+        }
         let count = |state: State| self.requests.values().filter(|request| request.state == state).count();
         let parked = count(State::WaitingForRemoteKv);
         let is_leased = |request: &Request| request.state == State::Finished && request.is_prefill_leg;

@@ -66,7 +66,12 @@ impl Core {
             }
             // Falsified blocks must spoil the request that asked for it and no other.
             if request.corrupt.is_none() {
-                self.pool.publish(&request.blocks[..full], &request.hashes[..full]);
+                let hashes = &request.hashes[..full];
+                let first = self.pool.publish(&request.blocks[..full], hashes);
+                if let Some(events) = &mut self.events {
+                    events.removed(self.pool.take_evicted());
+                    events.stored(hashes, first, &request.tokens, size, &request.sampling.cache_salt);
+                }
             }
         }
         Work { id, tokens, decodes }

@@ -90,8 +90,13 @@ impl Core {
             Some(Corrupt::Pulled) => self.kv.corrupt(&request.blocks[request.first_pulled_block..])?,
             Some(Corrupt::Written) => {}
             None => {
-                let full = request.computed / self.shared.config.block_size;
-                self.pool.publish(&request.blocks[..full], &request.hashes[..full]);
+                let size = self.shared.config.block_size;
+                let hashes = &request.hashes[..request.computed / size];
+                let first = self.pool.publish(&request.blocks[..hashes.len()], hashes);
+                if let Some(events) = &mut self.events {
+                    events.removed(self.pool.take_evicted());
+                    events.stored(hashes, first, &request.tokens, size, &request.sampling.cache_salt);
+                }
             }
         }
         if request.computed == request.tokens.len() {

@@ -24,6 +24,7 @@ use super::traffic::Traffic;
 use crate::notify::{Notifier, NotifyView};
 use crate::registry::{EngineState, canonical_base_url};
 use crate::request::Endpoint;
+use crate::routing::kv_events::{KvEventsView, PeerEvents};
 use crate::side_channel::channels::{Channels, SideChannelView};
 use crate::upstream::X_DATA_PARALLEL_RANK;
 use crate::warm_up::Warmth;
@@ -72,6 +73,17 @@ pub(crate) struct ServedModel {
     pub(crate) entry: Box<RawValue>,
 }
 
+impl ServedModel {
+    /// Whether it is an adapter of another model.
+    fn is_adapter(&self) -> bool {
+        #[derive(serde::Deserialize)]
+        struct Entry {
+            parent: Option<String>,
+        }
+        serde_json::from_str::<Entry>(self.entry.get()).is_ok_and(|entry| entry.parent.is_some())
+    }
+}
+
 /// The last thing that went wrong with a peer.
 #[derive(Clone, Debug, Serialize)]
 pub struct PeerFault {
@@ -115,6 +127,8 @@ pub(crate) struct Peer {
     pub(crate) identity: ArcSwap<Identity>,
     /// Its side channels as the router reads them.
     pub(crate) channels: Channels,
+    /// What its engines' KV events said.
+    pub(crate) events: PeerEvents,
     /// What its metrics page said last.
     pub(crate) load: ArcSwapOption<EngineLoad>,
     /// What this decode peer was handed off of late.
@@ -149,6 +163,7 @@ impl Peer {
         let prefix = uri.path().trim_end_matches('/').to_owned();
         let observed = Observed { generation: spec.generation, ..Observed::default() };
         let channels = Channels::of(&spec);
+        let events = PeerEvents::of(&spec);
         Ok(Self {
             name: id.as_str().into(),
             id,
@@ -168,6 +183,7 @@ impl Peer {
             observed: RwLock::new(observed),
             identity: ArcSwap::default(),
             channels,
+            events,
             load: ArcSwapOption::empty(),
             traffic: Traffic::default(),
             errors: AtomicU64::new(0),
@@ -264,6 +280,11 @@ impl Peer {
 
     pub(crate) fn serves(&self, model: &str) -> bool {
         self.observed.read().models.iter().any(|served| served.id == model)
+    }
+
+    /// Whether a model is an adapter of another one there.
+    pub(crate) fn is_adapter(&self, model: &str) -> bool {
+        self.observed.read().models.iter().any(|served| served.id == model && served.is_adapter())
     }
 
     /// Whether its engines may have requests of a model, by the credential with which they registered. Who
@@ -391,6 +412,7 @@ impl Peer {
             authorization: self.spec.authorization,
             last_error: observed.last_error.clone(),
             side_channels: self.channels.views(),
+            kv_events: self.events.views(),
             errors: self.errors(),
             load: self.load.load().as_ref().map(|load| load.view()),
             notify,
@@ -461,6 +483,9 @@ pub struct PeerView {
     pub last_error: Option<PeerFault>,
     /// Its ZMQ side channels as the router reads them.
     pub side_channels: Vec<SideChannelView>,
+    /// Its engines' KV events, where the router is told of them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub kv_events: Vec<KvEventsView>,
     /// Failures that requests met with it.
     pub errors: u64,
     /// How busy the engine says that it is, if its metrics page is read.

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::peer::Peer;
 use crate::error::Stage;
 use crate::request::Endpoint;
+use crate::routing::kv_events::EventAddress;
 use crate::side_channel::channels::ChannelAddress;
 
 /// Longest lease that makes sense; also keeps deadlines within what clocks can hold.
@@ -75,6 +76,13 @@ pub struct PeerSpec {
     /// Where the router reads the engine's side channel, `host:port`; by its hand-offs when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub side_channel: Option<String>,
+    /// Where the engine publishes its KV events, `tcp://host:port`; that of its rank 0, each further rank has
+    /// the next port.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kv_events: Option<String>,
+    /// Where it replays KV events that were missed, in the same way.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kv_events_replay: Option<String>,
     /// Tensor-parallel size of the engine, whose other ranks are read then too. A wrong one ends an
     /// engine's side channel for good; hand-offs tell it as well.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -136,6 +144,8 @@ impl PeerSpec {
             kv_host: None,
             kv_port: None,
             side_channel: None,
+            kv_events: None,
+            kv_events_replay: None,
             tp_size: None,
             pp_size: None,
             dp_size: None,
@@ -187,6 +197,13 @@ impl PeerSpec {
         }
         if self.side_channel.as_deref().is_some_and(|text| ChannelAddress::parse(text).is_none()) {
             return Err(PeerSpecError::SideChannelAddress);
+        }
+        let events = [&self.kv_events, &self.kv_events_replay];
+        let is_bad = |text: &String| EventAddress::parse(text).is_none();
+        if events.into_iter().flatten().any(is_bad)
+            || (self.kv_events.is_none() && self.kv_events_replay.is_some())
+        {
+            return Err(PeerSpecError::KvEvents);
         }
         let sizes = [self.tp_size, self.pp_size, self.dp_size];
         if sizes.into_iter().flatten().any(|size| !(1..=1024).contains(&size)) {
@@ -243,6 +260,9 @@ pub enum PeerSpecError {
     /// `side_channel` is no address.
     #[error("side_channel must be host:port")]
     SideChannelAddress,
+    /// `kv_events` or `kv_events_replay` is no address, or there is only the latter.
+    #[error("kv_events must be tcp://host:port, and kv_events_replay too, beside it")]
+    KvEvents,
     /// One of the sizes is out of range.
     #[error("tp_size, pp_size and dp_size must be from 1 to 1024")]
     Size,

@@ -37,6 +37,7 @@ pub(super) enum Field {
     Conversation,
     /// How urgent it is.
     Priority,
+    CacheSalt,
     /// A container whose contents engines or SDKs merge into the request; the name is the field's.
     Extra(&'static str),
 }
@@ -91,6 +92,7 @@ impl Field {
             b"tools" => Self::Tools,
             b"messages" | b"input" | b"instructions" | b"system" | b"documents" => Self::Conversation,
             b"priority" => Self::Priority,
+            b"cache_salt" => Self::CacheSalt,
             b"extra_body" => Self::Extra("extra_body"),
             b"vllm_xargs" => Self::Extra("vllm_xargs"),
             b"extra_args" => Self::Extra("extra_args"),

@@ -5,6 +5,7 @@ use super::fields::{
     Field, asks_several_prompts, has_server_tools, is_falsish, is_one, is_zero, lax_bool, whole,
 };
 use super::plan::FromPrefill;
+use super::prompt::PromptSpans;
 use super::{BypassReason, Endpoint, Size};
 use crate::json::{Kind, Member};
 use crate::splice::Span;
@@ -18,6 +19,7 @@ pub(super) struct Seen {
     pub(super) size: Size,
     /// The prompt if it is one text.
     pub(super) text: Option<Span>,
+    pub(super) spans: PromptSpans,
     /// Bytes of all values that become the prompt.
     pub(super) prompt_bytes: usize,
     refused: Option<BypassReason>,
@@ -35,6 +37,9 @@ pub(super) struct Seen {
 impl Seen {
     pub(super) fn note(&mut self, endpoint: Endpoint, field: Field, member: &Member<'_>) {
         let given = member.kind() != Kind::Null;
+        if given {
+            self.spans.note(field, member);
+        }
         self.measure(field, member);
         if given && field.is_prompt() {
             self.prompt_bytes = self.prompt_bytes.saturating_add(member.value().len());
