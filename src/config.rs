@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 
 pub use faults::{ConfigFault, ConfigFaults, Source};
 pub use layers::{Flags, load, read};
-pub(crate) use security::check_key;
+pub(crate) use security::{ADMIN_TOKEN, EMBEDDED_FLEET, REGISTRY_TOKEN, check_key};
 pub use security::{
     Admin, ClientAuth, Connections, Cors, Credential, CredentialRole, EngineTls, Key, Registry, Secrets, Tls,
     secret_files,
@@ -239,6 +239,7 @@ impl Config {
             limits: self.limits.clone(),
             store: self.store.clone(),
             engine_tls: kvbaton_proxy::EngineTls::default(),
+            writers: self.writers(),
             traces: kvbaton_proxy::Traces::default(),
             stream: self.stream.clone(),
             nixl: self.nixl.clone(),

@@ -9,7 +9,7 @@ use kvbaton_routes::{Credential, Duty, SecretDigest};
 use tokio::net::TcpListener;
 use url::Url;
 
-use crate::config::Config;
+use crate::config::{Config, EMBEDDED_FLEET};
 use crate::{SecretsError, StartError};
 
 /// One engine of the embedded fleet.
@@ -22,7 +22,7 @@ pub struct EmbeddedEngine {
 
 /// What the engines present to the registry where one has to.
 pub(crate) fn credential(token: &str) -> Result<Credential, SecretsError> {
-    let name = "embedded fleet";
+    let name = EMBEDDED_FLEET;
     let setting = |error| SecretsError::Setting { place: name.to_owned(), error };
     Ok(Credential {
         name: name.into(),

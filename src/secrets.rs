@@ -15,7 +15,8 @@ use sha2::{Digest as _, Sha256};
 use tokio::sync::{Mutex, Notify};
 
 use crate::config::{
-    Config, ConfigFault, ConfigFaults, CredentialRole, Key, Source, check_key, secret_files,
+    ADMIN_TOKEN, Config, ConfigFault, ConfigFaults, CredentialRole, Key, REGISTRY_TOKEN, Source, check_key,
+    secret_files,
 };
 use crate::tls::{ServerTls, TlsError, engine_config};
 
@@ -200,8 +201,8 @@ fn rules(config: &Config, embedded: Option<&Credential>) -> Result<Rules, Secret
     let mut all = Vec::new();
     let (admin, registry) = (&config.admin, &config.registry);
     for (name, duty, token, file) in [
-        ("admin.token", Duty::Operator, &admin.token, &admin.token_file),
-        ("registry.token", Duty::Engine, &registry.token, &registry.token_file),
+        (ADMIN_TOKEN, Duty::Operator, &admin.token, &admin.token_file),
+        (REGISTRY_TOKEN, Duty::Engine, &registry.token, &registry.token_file),
     ] {
         let mut secrets = file.as_deref().map(tokens).transpose()?.unwrap_or_default();
         if let Some(token) = token {

@@ -27,6 +27,7 @@ pub(super) fn registry_face(error: &RegistryError) -> Face {
         RegistryError::Contended { .. } => conflict("registration_contended", "engine_id"),
         RegistryError::StoreUnavailable => unavailable("store_unavailable"),
         RegistryError::NotOwner { .. } => forbidden("not_owner", "engine_id"),
+        RegistryError::AddressReserved { .. } => forbidden("address_reserved", "base_url"),
         RegistryError::ModelNotAllowed { .. } => forbidden("model_not_allowed", "model"),
         RegistryError::UnknownEngine { .. } => Face::absent("unknown_engine").param("engine_id"),
         RegistryError::TooManyWatchers { .. } => unavailable("too_many_watchers"),

@@ -118,6 +118,7 @@ fn from_operators(malformed: RegistryError) -> Vec<(RouteError, u16, &'static st
         (RouteError::TokenMissing, 401, "token_required"),
         (RouteError::TokenWrong, 401, "token_wrong"),
         (RegistryError::NotOwner { engine_id: text() }.into(), 403, "not_owner"),
+        (RegistryError::AddressReserved { base_url: text() }.into(), 403, "address_reserved"),
         (RegistryError::ModelNotAllowed { model: text() }.into(), 403, "model_not_allowed"),
     ]
 }

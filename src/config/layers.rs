@@ -106,6 +106,7 @@ fn schema() -> Table {
     peer.kv_events_replay = Some("tcp://host:1".into());
     (peer.tp_size, peer.pp_size, peer.dp_size) = (Some(1), Some(1), Some(1));
     peer.front = Some(true);
+    peer.registered_by = Some("name".into());
     (peer.lease, peer.abandon_grace) =
         (Some(std::time::Duration::from_secs(1)), Some(std::time::Duration::from_secs(1)));
     (peer.dp_rank, peer.dp_split) = (Some(0), true);

@@ -7,11 +7,19 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use kvbaton_proxy::Writers;
 use serde::{Deserialize, Serialize};
 
 use super::Config;
 pub(super) use checks::check;
 pub(crate) use checks::check_key;
+
+/// The name of the credential that `admin.token` and `admin.token_file` make.
+pub(crate) const ADMIN_TOKEN: &str = "admin.token";
+/// The name of the credential that `registry.token` and `registry.token_file` make.
+pub(crate) const REGISTRY_TOKEN: &str = "registry.token";
+/// The name of the embedded engines' credential, which no other can have.
+pub(crate) const EMBEDDED_FLEET: &str = "embedded fleet";
 
 /// The operators' endpoints.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -218,6 +226,24 @@ impl Config {
         self.admin.token.is_some()
             || self.admin.token_file.is_some()
             || self.credentials.iter().any(|credential| credential.role == CredentialRole::Operator)
+    }
+
+    /// The names of the credentials that write the registry.
+    #[must_use]
+    pub fn writers(&self) -> Writers {
+        let named = |role: CredentialRole| {
+            let those = self.credentials.iter().filter(move |credential| credential.role == role);
+            those.map(|credential| credential.name.clone())
+        };
+        let token = |name: &str, is_set: bool| is_set.then(|| name.to_owned());
+        let (admin, registry) = (&self.admin, &self.registry);
+        let of_operators = token(ADMIN_TOKEN, admin.token.is_some() || admin.token_file.is_some());
+        let of_engines = token(REGISTRY_TOKEN, registry.token.is_some() || registry.token_file.is_some());
+        let own = [EMBEDDED_FLEET.to_owned()];
+        Writers {
+            engines: named(CredentialRole::Engine).chain(of_engines).collect(),
+            trusted: named(CredentialRole::Operator).chain(of_operators).chain(own).collect(),
+        }
     }
 
     /// Whether operators and engines have one listener together.

@@ -13,7 +13,7 @@ export const { chromium } = require("playwright-core");
 export const axe = require("axe-core").source;
 
 /** Far above what a loaded machine needs. */
-export const PATIENCE = 60_000;
+export const PATIENCE = 180_000;
 
 /** A router and its embedded fleet. */
 export class Router {

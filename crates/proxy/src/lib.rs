@@ -73,7 +73,7 @@ pub use notify::NotifyView;
 pub use pool::{
     Authorization, BreakerSettings, BreakerState, EngineLoadView, HealthView, ModelList, OperatorState,
     PairView, PeerFault, PeerPlace, PeerSpec, PeerSpecError, PeerState, PeerView, QuarantineView, Readiness,
-    Restarts, Role, Verdict, is_host,
+    Restarts, Role, Verdict, Writers, is_host,
 };
 pub use pulse::{Pulse, PulseFrame, TooManyViewers};
 pub use registry::{
@@ -195,6 +195,7 @@ impl Proxy {
             draining: AtomicBool::new(false),
             settings: ArcSwap::from_pointee(settings),
         });
+        core.pool.set_writers(core.settings().writers.clone());
         pool::probe::watch(Arc::clone(&core));
         pool::scrape::watch(Arc::clone(&core));
         fleet::follow(Arc::clone(&core));
@@ -299,6 +300,7 @@ impl Proxy {
     /// One peer.
     #[must_use]
     pub fn peer(&self, id: &str) -> Option<PeerView> {
+        self.core.pool.learn(&self.core.registry);
         self.core.pool.get(id).map(|peer| peer.view(&self.core.notifier))
     }
 
@@ -361,7 +363,10 @@ impl Proxy {
     /// # Errors
     /// It cannot be used, its id or address is another's, or the store is away.
     pub async fn register_engine(&self, registration: Registration) -> Result<Receipt, RegistryError> {
-        let done = self.core.store.register(registration).await;
+        let done = match self.core.pool.check_claim(&registration, &self.core.registry) {
+            Ok(()) => self.core.store.register(registration).await,
+            Err(reserved) => Err(reserved),
+        };
         self.core.metrics.registry_called("register", &done);
         done
     }
@@ -377,7 +382,10 @@ impl Proxy {
         rank: Rank,
         payload: Bytes,
     ) -> Result<Registered, RegistryError> {
-        let done = self.core.store.put_rank(writer, engine_id, rank, payload).await;
+        let done = match self.core.pool.check_change(writer, engine_id, &self.core.registry) {
+            Ok(()) => self.core.store.put_rank(writer, engine_id, rank, payload).await,
+            Err(reserved) => Err(reserved),
+        };
         self.core.metrics.registry_called("rank", &done);
         done
     }
@@ -393,7 +401,10 @@ impl Proxy {
         engine_id: &str,
         heartbeat: &Heartbeat,
     ) -> Result<Receipt, RegistryError> {
-        let done = self.core.store.heartbeat(writer, engine_id, heartbeat).await;
+        let done = match self.core.pool.check_change(writer, engine_id, &self.core.registry) {
+            Ok(()) => self.core.store.heartbeat(writer, engine_id, heartbeat).await,
+            Err(reserved) => Err(reserved),
+        };
         self.core.metrics.registry_called("heartbeat", &done);
         done
     }
@@ -403,7 +414,10 @@ impl Proxy {
     /// # Errors
     /// It is another credential's, or the store is away.
     pub async fn remove_engine(&self, writer: &Writer, engine_id: &str) -> Result<bool, RegistryError> {
-        let done = self.core.store.remove(writer, engine_id).await;
+        let done = match self.core.pool.check_change(writer, engine_id, &self.core.registry) {
+            Ok(()) => self.core.store.remove(writer, engine_id).await,
+            Err(reserved) => Err(reserved),
+        };
         self.core.metrics.registry_called("remove", &done);
         done
     }

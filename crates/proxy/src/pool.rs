@@ -17,6 +17,7 @@ pub(crate) mod scrape;
 mod spec;
 pub(crate) mod standing;
 pub(crate) mod traffic;
+pub(crate) mod writers;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -43,6 +44,7 @@ use peer::{InFlight, Peer};
 pub use standing::Restarts;
 use tokio::sync::Notify;
 use tokio::time::Instant;
+pub use writers::Writers;
 
 use crate::dial::Dials;
 use crate::error::{ProxyError, Stage};
@@ -95,6 +97,7 @@ pub(crate) struct Pool {
     /// choices a request would meet the same peer each time.
     turns: [AtomicUsize; 2],
     pairing: ArcSwap<Pairing>,
+    writers: ArcSwap<Writers>,
     /// The verdicts on all pairs.
     matrix: ArcSwap<Matrix>,
     /// What operators decided.
@@ -239,9 +242,9 @@ impl Pool {
         let wishes = self.wishes.load(Ordering::Acquire);
         let registry = registry.snapshot();
         let peers = self.snapshot.load_full();
-        let by_address = ByAddress::new(&registry);
+        let (by_address, writers) = (ByAddress::new(&registry), self.writers.load());
         for peer in peers.all() {
-            let identity = Identity::of(peer, &by_address);
+            let identity = Identity::of(peer, &by_address, &writers);
             if !peer.identity.load().is(&identity) {
                 let ended = peer.standing.learn(&identity);
                 peer.identity.store(Arc::new(identity));

@@ -44,6 +44,7 @@ impl Proxy {
         core.retries.replace(settings.retry.clone());
         core.pool.set_breaker(&settings.breaker);
         core.admission.reload(&settings.admission, |stage| core.pool.ready(stage));
+        core.pool.set_writers(settings.writers.clone());
         core.pool.set_pairing(settings.pairing.clone());
         let adopts = settings.pairing.adopt_registered;
         core.settings.store(Arc::new(settings));

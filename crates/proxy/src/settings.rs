@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::admission::AdmissionSettings;
 use crate::connection::EngineTls;
-use crate::pool::BreakerSettings;
+use crate::pool::{BreakerSettings, Writers};
 use crate::registry_address::RegistryAddress;
 use crate::request::InjectedHandOff;
 use crate::routing::kv_events::KvEventsSettings;
@@ -47,6 +47,9 @@ pub struct Settings {
     /// TLS to engines, made of files that the core does not read.
     #[serde(skip)]
     pub engine_tls: EngineTls,
+    /// The credentials that write the registry, of which the core knows the names only.
+    #[serde(skip)]
+    pub writers: Writers,
     /// Where traces go.
     #[serde(skip)]
     pub traces: Traces,

@@ -17,6 +17,7 @@ use tokio::sync::{Notify, Semaphore};
 
 use crate::Core;
 use crate::handoff::HandedOff;
+use crate::pool::Pool;
 use crate::pool::peer::Peer;
 use crate::registry::{EngineRecord, Registry};
 use settings::ReadSideChannels;
@@ -68,8 +69,9 @@ impl SideChannels {
     }
 
     /// Whether any engine behind the peer has registered by itself.
-    fn registers_itself(&self, peer: &Peer, registry: &Registry) -> bool {
-        registry.engines_at(&peer.spec.url).iter().any(|engine| !self.is_ours(engine))
+    fn registers_itself(&self, peer: &Peer, registry: &Registry, pool: &Pool) -> bool {
+        let there = registry.engines_at(&peer.spec.url);
+        there.iter().any(|engine| !self.is_ours(engine) && pool.believes(engine, peer))
     }
 }
 

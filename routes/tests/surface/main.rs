@@ -9,5 +9,6 @@ mod pages;
 mod registry;
 mod registry_engines;
 mod requests;
+mod reserved;
 mod support;
 mod unread;

@@ -44,17 +44,22 @@ impl Surface {
 
     /// The endpoints of one listener, open to pages of these origins.
     pub(crate) fn mounting(rules: Rules, mounts: Mounts, origins: &[&str]) -> Self {
-        Self::build(&Access::new(rules), mounts, origins)
+        Self::build(Settings::default(), &Access::new(rules), mounts, origins)
     }
 
     /// Everything, under rules that the test can exchange.
     pub(crate) fn sharing(access: &Access) -> Self {
-        Self::build(access, Mounts::ALL, &[])
+        Self::build(Settings::default(), access, Mounts::ALL, &[])
     }
 
-    fn build(access: &Access, mounts: Mounts, origins: &[&str]) -> Self {
+    /// Everything, over a core with these settings.
+    pub(crate) fn over(settings: Settings, rules: Rules) -> Self {
+        Self::build(settings, &Access::new(rules), Mounts::ALL, &[])
+    }
+
+    fn build(settings: Settings, access: &Access, mounts: Mounts, origins: &[&str]) -> Self {
         let stop = CancellationToken::new();
-        let proxy = Proxy::start(Settings::default(), TaskTracker::new(), stop.clone());
+        let proxy = Proxy::start(settings, TaskTracker::new(), stop.clone());
         let limits = Limits {
             body_bytes: BODY_BYTES,
             payload_bytes: 16 * 1024,

@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use kvbaton_proxy::PeerSpec;
 use kvbaton_routes::{Origins, SecretDigest};
 
-use super::{CredentialRole, Key, Tls};
+use super::{ADMIN_TOKEN, CredentialRole, Key, REGISTRY_TOKEN, Tls};
 use crate::config::{Config, LONGEST};
 
 /// More than any host has cores.
@@ -48,8 +48,13 @@ pub(in crate::config) fn check(config: &Config, wrong: &mut impl FnMut(&str, Str
             wrong(key, "must be more than zero and at most a week".into(), "such as \"10s\"");
         }
     }
+    let engines = config.writers().engines;
     for (list, peers) in [("prefill", &config.prefill), ("decode", &config.decode)] {
         for (position, peer) in peers.iter().enumerate() {
+            if let Some(name) = peer.registered_by.as_ref().filter(|name| !engines.contains(*name)) {
+                let what = format!("{name:?} is no credential of engines");
+                wrong(&format!("{list}[{position}].registered_by"), what, "a name of [[credentials]]");
+            }
             let own = [Some(config.listen), config.admin.listen, config.registry.listen];
             if own.into_iter().flatten().any(|listen| is_at(peer, listen)) {
                 let key = format!("{list}[{position}]");
@@ -94,7 +99,7 @@ fn check_credentials(config: &Config, wrong: &mut impl FnMut(&str, String, &str)
             wrong(key, error.to_string(), "leave it out to allow only clients on this host");
         }
     }
-    let mut names = std::collections::BTreeSet::from(["admin.token", "registry.token"]);
+    let mut names = std::collections::BTreeSet::from([ADMIN_TOKEN, REGISTRY_TOKEN]);
     for (position, credential) in config.credentials.iter().enumerate() {
         let key = format!("credentials[{position}]");
         check_name(&key, &credential.name, &mut names, wrong);

@@ -64,6 +64,21 @@ async fn an_engine_is_its_credentials_at_every_router_and_after_a_restart() {
     wait("both know both", async || ids(&a, "ops").await == ["e", "f"] && ids(&b, "ops").await == ["e", "f"])
         .await;
 
+    // The settings of both name a peer that has not registered yet, for x: nobody else is that, at either.
+    let reserved = async |router: &Running| {
+        let peer =
+            json!({"role": "prefill", "url": "http://10.0.0.9:1", "name": "named", "registered_by": "x"});
+        let url = format!("http://{}/admin/peers", router.addr());
+        let request = http_client().post(url).bearer_auth("ops").header("content-type", "application/json");
+        let status = Answer::read(request.body(peer.to_string())).await.status;
+        // The store tells the other router, perhaps before it is asked.
+        assert!(status == 201 || status == 409, "{status}");
+        let thief = send(router, "z", "PUT", "engines/thief", body("http://10.0.0.9:1", "m")).await;
+        assert_eq!((thief.status, &thief.json()["error"]["code"]), (403, &json!("address_reserved")));
+    };
+    reserved(&a).await;
+    reserved(&b).await;
+
     let foreign = async |router: &Running| {
         // The id and the address are x's at whichever router: neither registered over, nor joined, nor
         // kept alive, nor removed.

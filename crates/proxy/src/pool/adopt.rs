@@ -28,13 +28,14 @@ impl Pool {
         let _changing = self.changes.lock();
         let registry = registry.snapshot();
         let removed = &self.operator.state().removed;
+        let current = self.snapshot.load();
         let places: BTreeSet<PeerPlace> = registry
             .engines
             .values()
+            .filter(|engine| !self.is_anothers(engine, &current))
             .flat_map(|engine| places(engine))
             .filter(|place| !removed.contains(place))
             .collect();
-        let current = self.snapshot.load();
         let mut held: BTreeMap<PeerPlace, &Arc<Peer>> = BTreeMap::new();
         for peer in current.all() {
             if let Some(url) = peer.address.clone() {
@@ -72,6 +73,12 @@ impl Pool {
             self.relearn();
         }
         adopted
+    }
+
+    /// Whether an engine is at the address of a peer for which it does not speak.
+    fn is_anothers(&self, engine: &EngineRecord, fleet: &Snapshot) -> bool {
+        let here = |peer: &&Arc<Peer>| engine.base_url.is_some() && peer.address == engine.base_url;
+        fleet.all().filter(here).any(|peer| !self.believes(engine, peer))
     }
 
     /// Takes a peer out that was leaving and has nothing left; not one that stays after all.

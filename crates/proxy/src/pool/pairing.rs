@@ -9,6 +9,7 @@ use kv_connector::protocol::params::Generation;
 use serde::{Serialize, Serializer};
 
 use super::peer::Peer;
+use super::writers::Writers;
 use crate::registry::{EngineRecord, EngineState, RegistrySnapshot};
 use crate::settings::{Pairing, UnknownPairs};
 
@@ -42,18 +43,20 @@ pub(crate) struct Identity {
 
 impl Identity {
     /// Looks a peer up by its base URL, else by the ids that its hand-offs named.
-    pub(crate) fn of(peer: &Peer, registry: &ByAddress<'_>) -> Self {
+    pub(crate) fn of(peer: &Peer, registry: &ByAddress<'_>, writers: &Writers) -> Self {
         let at_address = peer.address.as_deref().and_then(|address| registry.engines.get(address));
+        let believed = |engine: &&Arc<EngineRecord>| writers.believe(engine, peer);
         let of_rank = at_address.into_iter().flatten().filter(|engine| {
             // Of one of several ranks, only its own engine.
-            peer.spec.dp_rank.is_none_or(|rank| engine.dp_rank == rank)
+            believed(engine) && peer.spec.dp_rank.is_none_or(|rank| engine.dp_rank == rank)
         });
         let engines: Vec<_> = of_rank.map(|engine| Arc::clone(engine)).collect();
         if !engines.is_empty() {
             return Self { engines, at_address: true };
         }
         let named = peer.observed.read().engine_ids.clone();
-        let engines = named.iter().filter_map(|id| registry.registry.engines.get(id)).cloned();
+        let engines =
+            named.iter().filter_map(|id| registry.registry.engines.get(id)).filter(believed).cloned();
         Self { engines: engines.collect(), at_address: false }
     }
 

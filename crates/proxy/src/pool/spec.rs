@@ -111,6 +111,10 @@ pub struct PeerSpec {
     /// Each of the `dp_size` ranks behind the URL is a peer of its own; for entries of the settings.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub dp_split: bool,
+    /// The credential of its engines, where several may register any: what those of another say of
+    /// this address counts for nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub registered_by: Option<String>,
     /// The endpoints on which the engine takes hand-offs; by its version when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hand_offs: Option<Vec<Endpoint>>,
@@ -154,6 +158,7 @@ impl PeerSpec {
             abandon_grace: None,
             dp_rank: None,
             dp_split: false,
+            registered_by: None,
             hand_offs: None,
             notify: false,
             nixl_version: None,

@@ -69,6 +69,13 @@ pub enum RegistryError {
         /// The id of the engine that is another's.
         engine_id: String,
     },
+    /// The address is that of a peer that the settings or an operator named, and not for engines of
+    /// this credential.
+    #[error("the address {base_url} is a configured engine's and not for engines of this credential")]
+    AddressReserved {
+        /// The address.
+        base_url: String,
+    },
     /// The engine serves a model that its credential is not for.
     #[error("this credential is not for engines of the model `{model}`")]
     ModelNotAllowed {

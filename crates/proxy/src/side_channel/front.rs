@@ -160,8 +160,10 @@ impl Core {
         if !settings.enabled {
             return None;
         }
-        let wanted =
-            decode.spec.front.unwrap_or_else(|| !self.side_channels.registers_itself(decode, &self.registry));
+        let wanted = decode
+            .spec
+            .front
+            .unwrap_or_else(|| !self.side_channels.registers_itself(decode, &self.registry, &self.pool));
         if !wanted {
             return None;
         }

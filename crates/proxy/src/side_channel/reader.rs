@@ -118,7 +118,7 @@ async fn look(core: Arc<Core>, peer: Arc<Peer>, due: Due) {
 }
 
 async fn read(core: &Arc<Core>, peer: &Arc<Peer>, due: &Due) -> Result<Outcome, Trouble> {
-    if core.side_channels.registers_itself(peer, &core.registry) {
+    if core.side_channels.registers_itself(peer, &core.registry, &core.pool) {
         return Ok(Outcome::RegistersItself);
     }
     let dialect_of = |version: Option<&str>| {
