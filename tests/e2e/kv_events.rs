@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use engine_sim::{Engine, EngineConfig};
 use serde_json::{Value, json};
 
-use crate::support::{COMPLETIONS, Cluster, listen};
+use crate::support::{COMPLETIONS, Cluster, engine_config, listen};
 
 const ANY: Option<SocketAddr> = Some(SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 0));
 
@@ -101,6 +101,43 @@ async fn the_router_knows_which_engine_has_a_prompt() {
     knows(&cluster, &request, json!([of("one", 320, 325), of("other", 320, 325)])).await;
     let seen = seen(&cluster, "other").await;
     assert_eq!((&seen["gaps"], &seen["refused"], &seen["block_size"]), (&json!(0), &json!(0), &json!(16)));
+    cluster.finish().await;
+}
+
+#[tokio::test]
+async fn requests_go_where_their_prompt_is_cached() {
+    let tune = |config: &mut kvbaton::config::Config| {
+        config.kv_events.tokenize_within = std::time::Duration::from_secs(10);
+        config.routing.prefill = kvbaton_proxy::Policy::KvEvents;
+        config.routing.explain_header = true;
+        // The prompt is short: what it costs must outweigh what counts as alike.
+        config.routing.prompt_tokens_per_second = 100.0;
+    };
+    let cluster = Cluster::builder().prefill(0).decode(1).unready().config(tune).start().await;
+    // They register, so that the decode engine can read from them.
+    let known = async || {
+        let mut config = engine_config(cluster.addr);
+        (config.kv_events, config.role) = (ANY, engine_sim::Role::Prefill);
+        engine_sim::spawn(config, listen().await).await.unwrap()
+    };
+    let (one, other) = (known().await, known().await);
+    add(&cluster, "one", &one).await;
+    add(&cluster, "other", &other).await;
+    // Neither of them by the router, which has nothing to remember.
+    for (name, engine) in [("a", &other), ("b", &one)] {
+        let request = completion(&prompt(name).into());
+        compute(engine, &request).await;
+        let tokens = |engine: &str, of: &str| if engine == of { 320 } else { 0 };
+        let holder = if name == "a" { "other" } else { "one" };
+        let entry = |peer: &str| json!({"peer": peer, "tokens": tokens(peer, holder), "of": 325});
+        knows(&cluster, &request, json!([entry("one"), entry("other")])).await;
+        for _ in 0..3 {
+            let headers = [("content-type", "application/json"), ("x-kvbaton-explain", "1")];
+            let answer = cluster.send("POST", COMPLETIONS, &headers, request.to_string()).await;
+            let choice = answer.header("x-kvbaton-choice").to_owned();
+            assert!(choice.starts_with(&format!("prefill={holder}; ")), "{name}: {choice}");
+        }
+    }
     cluster.finish().await;
 }
 

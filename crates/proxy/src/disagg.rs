@@ -147,6 +147,7 @@ impl Core {
         self.admit(settings, Some(&order.request), exchange).await?;
         exchange.account.step(Step::Admitted);
         tries.chunks = self.chunks_of(order);
+        tries.cached = self.cached_by_events(order).await;
         // Both at once: without a D, a prefill would only strand blocks.
         let mut first = FirstChoice::default();
         let choose = || self.choose_both(order, exchange, &tries, &mut first);

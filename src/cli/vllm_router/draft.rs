@@ -77,6 +77,22 @@ impl Draft {
         settings.push((key, value.into(), format!("--{flag}")));
     }
 
+    /// Sets a setting for which no other flag has spoken.
+    pub(super) fn set_unless_set(
+        &mut self,
+        table: &'static str,
+        key: &'static str,
+        value: impl Into<Value>,
+        flag: &'static str,
+    ) {
+        let origin = format!("--{flag}");
+        let known =
+            self.set.get(table).and_then(|settings| settings.iter().find(|(known, ..)| *known == key));
+        if known.is_none_or(|(.., from)| *from == origin) {
+            self.set(table, key, value, flag);
+        }
+    }
+
     /// Draws conclusions from flags that belong together.
     pub(super) fn finish(&mut self) {
         let workers = std::mem::take(&mut self.workers);

@@ -50,9 +50,12 @@ const fn missing(name: &'static str, takes: Takes, what: &'static str) -> Flag {
 const WEEK: u64 = 7 * 24 * 3600;
 
 const PROGRAMS: &str = "kvbaton schedules requests, not programs that send several of them";
-const KV_COST: &str = "it tunes vllm-router's policy kv_aware, which kvbaton does not have";
-const KV_EVENTS: &str = "kvbaton does not read engines' KV events";
-const TREE: &str = "it tunes vllm-router's policy cache_aware, which kvbaton does not have";
+const KV_COST: &str =
+    "it tunes vllm-router's policy kv_aware; kv_events has its own settings, in [kv_events] and [routing]";
+const KV_EVENTS: &str =
+    "each engine has its own address here: kv_events and kv_events_replay of [[prefill]] and [[decode]]";
+const TREE: &str =
+    "it tunes vllm-router's policy cache_aware; prefix_affinity has its own settings, in [routing.prefix]";
 const WASM: &str = "kvbaton runs no plugins; put what yours does into a proxy in front";
 const PODS: &str = "kvbaton does not watch pods: let engines register by themselves (integrations/vllm), which \
                     follows a pool as it is scaled, or name them";
@@ -283,19 +286,32 @@ fn prefill(draft: &mut Draft, flag: &'static str, values: &[String]) -> Result<(
 
 fn policy(draft: &mut Draft, flag: &'static str, values: &[String]) -> Result<(), Unreadable> {
     let value = last(values);
-    let given = format!("--{flag} {value}");
-    match value.as_str() {
-        "random" | "round_robin" | "power_of_two" => {
-            let why = "kvbaton has one way to choose: the engine with the fewest requests in flight, of those that \
-                       fit";
-            draft.needless.push((given, why.to_owned()));
-        }
-        "cache_aware" | "kv_aware" | "consistent_hash" | "sticky_least_loaded" => {
-            let what = "kvbaton chooses the engine with the fewest requests in flight; it does not look for one that \
-                        has seen the prompt or the user before";
-            draft.missing.push((given, what.to_owned()));
-        }
+    let ours = match value.as_str() {
+        "random" => "random",
+        "round_robin" => "round_robin",
+        "power_of_two" => "power_of_two",
+        "cache_aware" => "prefix_affinity",
+        "kv_aware" => "kv_events",
+        "consistent_hash" | "sticky_least_loaded" => "session",
         _ => return Err(Unreadable::Value { flag, value, wanted: "vllm-router has no such policy" }),
+    };
+    if ours == "kv_events" {
+        let what = "each engine that publishes KV events needs its address, kv_events = \"tcp://…\", in the settings; \
+                    until then the router goes by what it has routed";
+        draft.missing.push((format!("--{flag} {value}"), what.to_owned()));
+    }
+    if ours == "session" {
+        let what = "sessions are known by a header here, routing.session_header, not by a field of the body";
+        draft.missing.push((format!("--{flag} {value}"), what.to_owned()));
+    }
+    // A stage's own flag wins over the one for both, wherever it stands.
+    match flag {
+        "prefill-policy" => draft.set("routing", "prefill", ours, flag),
+        "decode-policy" => draft.set("routing", "decode", ours, flag),
+        _ => {
+            draft.set_unless_set("routing", "prefill", ours, flag);
+            draft.set_unless_set("routing", "decode", ours, flag);
+        }
     }
     Ok(())
 }

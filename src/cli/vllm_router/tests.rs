@@ -2,7 +2,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use clap::Parser as _;
-use kvbaton_proxy::{Authorization, OnMissing};
+use kvbaton_proxy::{Authorization, OnMissing, Policy};
 use proptest::prelude::*;
 
 use super::*;
@@ -82,7 +82,8 @@ fn a_usual_command_line_becomes_settings() {
     assert_eq!((config.limits.body_bytes, config.limits.held_bytes), (1 << 31, 1 << 31));
     assert_eq!(config.cors.origins, ["https://a.example", "https://b.example"]);
     assert_eq!(config.log.level, "warn");
-    assert_eq!(needless, ["--policy round_robin"]);
+    assert_eq!((config.routing.prefill, config.routing.decode), (Policy::RoundRobin, Policy::RoundRobin));
+    assert_eq!(needless, Vec::<String>::new());
     assert_eq!(missing, Vec::<String>::new());
 }
 
@@ -123,13 +124,34 @@ fn what_is_switched_off_there_is_off_here() {
 }
 
 #[test]
+fn policies_have_counterparts() {
+    let of = |line: &str| {
+        let (config, _, missing) = settings(line);
+        ([config.routing.prefill, config.routing.decode], missing)
+    };
+    let none = Vec::<String>::new();
+    assert_eq!(of("--policy cache_aware"), ([Policy::PrefixAffinity; 2], none.clone()));
+    for line in
+        ["--prefill-policy random --policy power_of_two", "--policy power_of_two --prefill-policy random"]
+    {
+        assert_eq!(of(line), ([Policy::Random, Policy::PowerOfTwo], none.clone()), "{line}");
+    }
+    assert_eq!(of("--policy random --policy round_robin"), ([Policy::RoundRobin; 2], none));
+    // The rest has to be said in the settings.
+    let missing = vec!["--decode-policy consistent_hash".to_owned()];
+    assert_eq!(of("--decode-policy consistent_hash"), ([Policy::Joint, Policy::Session], missing));
+    let missing = vec!["--prefill-policy kv_aware".to_owned()];
+    assert_eq!(of("--prefill-policy kv_aware"), ([Policy::KvEvents, Policy::Joint], missing));
+}
+
+#[test]
 fn what_has_no_counterpart_is_named() {
     let (_, _, missing) = settings(
-        "--policy cache_aware --service-discovery --prefill-selector app=p tier=x --kv-connector mooncake \
+        "--policy kv_aware --service-discovery --prefill-selector app=p tier=x --kv-connector mooncake \
          --prefill http://p:1 8998 --request-id-headers X-Request-Id x-trace-id --host router.example",
     );
     let expected = [
-        "--policy cache_aware",
+        "--policy kv_aware",
         "--service-discovery",
         "--prefill-selector app=p tier=x",
         "--kv-connector mooncake",
@@ -186,7 +208,9 @@ fn all_that_follows_is_taken_by_the_command_line() {
 fn value(flag: &Flag) -> BoxedStrategy<String> {
     match flag.name {
         "policy" | "prefill-policy" | "decode-policy" => {
-            prop::sample::select(vec!["random", "cache_aware", "kv_aware"]).prop_map(str::to_owned).boxed()
+            prop::sample::select(vec!["random", "cache_aware", "kv_aware", "sticky_least_loaded"])
+                .prop_map(str::to_owned)
+                .boxed()
         }
         "log-level" => Just("critical".to_owned()).boxed(),
         "kv-connector" => Just("moriio".to_owned()).boxed(),

@@ -10,7 +10,7 @@ use crate::error::{ProxyError, Stage, UpstreamFailure};
 use crate::pool::peer::Peer;
 use crate::retry::PrefillFault;
 use crate::routing::decide::Stays;
-use crate::routing::prefix::Chunks;
+use crate::routing::prefix::{Chunks, Matched};
 use crate::settings::Retry;
 use crate::stream::RelayBody;
 
@@ -27,6 +27,8 @@ pub(super) struct Tries {
     pub(super) stays: Option<Stays>,
     /// The prompt as it is remembered, where a policy goes by that.
     pub(super) chunks: Chunks,
+    /// Who has cached how much of it, where engines' events tell.
+    pub(super) cached: Option<Matched>,
 }
 
 impl Tries {
@@ -41,6 +43,7 @@ impl Tries {
             decode,
             stays: None,
             chunks: Chunks::default(),
+            cached: None,
         }
     }
 

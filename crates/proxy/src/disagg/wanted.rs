@@ -68,11 +68,22 @@ impl Core {
     /// The prompt as it is remembered, where a policy goes by that.
     pub(super) fn chunks_of(&self, order: &Order) -> Chunks {
         let policies = order.settings.routing.policies(Some(order.model()));
-        if policies.contains(&Policy::PrefixAffinity) {
+        if policies.contains(&Policy::PrefixAffinity) || policies.contains(&Policy::KvEvents) {
             self.pool.prefixes.chunks_of(&order.request.prompt_parts())
         } else {
             Chunks::default()
         }
+    }
+
+    /// Who has cached how much of the prompt by engines' own events, where a policy goes by that and any tells.
+    pub(super) async fn cached_by_events(&self, order: &Order) -> Option<Matched> {
+        if !order.settings.routing.policies(Some(order.model())).contains(&Policy::KvEvents) {
+            return None;
+        }
+        let told = self.told(&order.request).await?;
+        let bytes = |tokens: usize| (order.request.prompt_bytes() * tokens / told.of.max(1)) as u64;
+        let known = told.peers.iter().map(|(peer, tokens)| (peer.routing.key, bytes(*tokens)));
+        Some(Matched::known(known.collect()))
     }
 
     fn wanted<'a>(&self, order: &'a Order, exchange: &'a Exchange, tries: &'a Tries) -> Wanted<'a> {
@@ -92,7 +103,11 @@ impl Core {
                 None
             },
             beginning: if hash { beginning(order.request.prompt_parts().open) } else { &[] },
-            seen: if tries.chunks.is_empty() { Matched::default() } else { prefixes.matched(&tries.chunks) },
+            seen: match &tries.cached {
+                Some(cached) => cached.clone(),
+                None if tries.chunks.is_empty() => Matched::default(),
+                None => prefixes.matched(&tries.chunks),
+            },
             token_bytes: token_size.bytes(),
             tried: [&tries.prefill, &tries.decode],
         }

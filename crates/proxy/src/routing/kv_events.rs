@@ -126,20 +126,30 @@ impl Core {
 
     /// What engines that publish their events have cached of a request.
     pub(crate) async fn cached(&self, request: &ClientRequest) -> Vec<CachedPrompt> {
-        let peers = self.pool.all();
-        let serving =
-            |peer: &&Arc<Peer>| peer.events.is_any() && peer.is_ready() && peer.serves(request.model());
-        let peers: Vec<&Arc<Peer>> = peers.iter().filter(serving).collect();
-        let Some(first) = peers.first() else { return Vec::new() };
-        let Some(prompt) = self.prompt_tokens(request, first).await else { return Vec::new() };
-        let cached = self.cached_tokens(request.model(), &prompt, peers.iter().map(|peer| &***peer));
-        let view = |(peer, tokens): (&&Arc<Peer>, usize)| CachedPrompt {
-            peer: peer.id.clone(),
-            tokens,
-            of: prompt.tokens.len(),
-        };
-        peers.iter().zip(cached).map(view).collect()
+        let Some(told) = self.told(request).await else { return Vec::new() };
+        let view =
+            |(peer, tokens): (Arc<Peer>, usize)| CachedPrompt { peer: peer.id.clone(), tokens, of: told.of };
+        told.peers.into_iter().map(view).collect()
     }
+
+    /// The same with the engines themselves. None where no engine publishes its events, or where the prompt's
+    /// tokens could not be had in time.
+    pub(crate) async fn told(&self, request: &ClientRequest) -> Option<Told> {
+        let mut peers = self.pool.all();
+        peers.retain(|peer| peer.events.is_any() && peer.is_ready() && peer.serves(request.model()));
+        let prompt = self.prompt_tokens(request, peers.first()?).await?;
+        let cached = self.cached_tokens(request.model(), &prompt, peers.iter().map(|peer| &**peer));
+        Some(Told { peers: peers.into_iter().zip(cached).collect(), of: prompt.tokens.len() })
+    }
+}
+
+/// What engines' events tell of one prompt.
+#[derive(Debug)]
+pub(crate) struct Told {
+    /// The engines that publish their events, each with the tokens that it has cached.
+    pub(crate) peers: Vec<(Arc<Peer>, usize)>,
+    /// How many tokens the prompt has.
+    pub(crate) of: usize,
 }
 
 /// Starts the task that subscribes; it ends with the core's stop token.

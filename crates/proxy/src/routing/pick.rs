@@ -50,7 +50,7 @@ pub(crate) fn pick(
                 Some(if among[other].load < among[one].load { other } else { one })
             }
         },
-        Policy::PrefixAffinity => {
+        Policy::PrefixAffinity | Policy::KvEvents => {
             let most = most_alike(among.iter().map(|candidate| candidate.cost));
             (0..among.len()).filter(|place| among[*place].cost <= most).min_by_key(|place| among[*place].load)
         }

@@ -107,6 +107,13 @@ impl Matched {
         self.0.iter().find(|(seen_by, _)| *seen_by == peer).map_or(0, |(_, bytes)| *bytes)
     }
 
+    /// What is known of some peers from elsewhere; of many, those that have most.
+    pub(crate) fn known(mut peers: Vec<(PeerKey, u64)>) -> Self {
+        peers.sort_unstable_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+        peers.truncate(MAX_MATCHES);
+        Self(peers)
+    }
+
     fn note(&mut self, peer: PeerKey, bytes: u64) {
         if let Some((_, seen)) = self.0.iter_mut().find(|(seen_by, _)| *seen_by == peer) {
             *seen = bytes;

@@ -24,6 +24,8 @@ pub enum Policy {
     LeastLoaded,
     /// Who has probably cached the prompt's beginning, unless others would be done sooner.
     PrefixAffinity,
+    /// The same by what engines' own KV events tell of their caches; where none does, by what was routed.
+    KvEvents,
     /// Always the same one for a value of the session header, unless it has far more to do than others.
     Session,
     /// Always the same one for a prompt's beginning, unless it has far more to do than others.
@@ -41,6 +43,7 @@ impl Policy {
             Self::PowerOfTwo => "power_of_two",
             Self::LeastLoaded => "least_loaded",
             Self::PrefixAffinity => "prefix_affinity",
+            Self::KvEvents => "kv_events",
             Self::Session => "session",
             Self::ConsistentHash => "consistent_hash",
         }
