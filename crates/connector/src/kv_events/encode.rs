@@ -106,6 +106,10 @@ fn hash(out: &mut Vec<u8>, hash: &BlockHash) {
             out.extend((bytes.len() as u32).to_be_bytes());
             out.extend(bytes.iter());
         }
+        BlockHash::Number(value) if *value < 0 => {
+            out.push(0xd3);
+            out.extend((*value as i64).to_be_bytes());
+        }
         // What engines write has 64 bits.
         BlockHash::Number(value) => number(out, *value as u64),
     }
