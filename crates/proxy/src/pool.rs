@@ -13,6 +13,7 @@ mod outcome;
 pub(crate) mod pairing;
 pub(crate) mod peer;
 pub(crate) mod probe;
+mod readiness;
 pub(crate) mod scrape;
 mod spec;
 pub(crate) mod standing;
@@ -25,7 +26,6 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
-use serde::Serialize;
 
 pub(crate) use adopt::Adopted;
 pub use breaker::{BreakerSettings, BreakerState};
@@ -41,6 +41,7 @@ pub use pairing::Verdict;
 use pairing::{ByAddress, Identity};
 pub use peer::{Authorization, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Role, is_host};
 use peer::{InFlight, Peer};
+pub use readiness::Readiness;
 pub use standing::Restarts;
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -495,26 +496,4 @@ fn checked_name(name: &str) -> Result<String, PeerSpecError> {
         && name.len() <= 128
         && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'));
     if fits { Ok(name.to_owned()) } else { Err(PeerSpecError::Name { name: name.to_owned() }) }
-}
-
-/// How many peers take requests.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct Readiness {
-    /// Ready prefill engines.
-    pub prefill_ready: usize,
-    /// Ready decode engines.
-    pub decode_ready: usize,
-    /// The router is shutting down and wants no new requests.
-    pub draining: bool,
-    /// Whether any ready prefill engine can hand off to any ready decode engine.
-    #[serde(skip)]
-    pub pair: bool,
-}
-
-impl Readiness {
-    /// At least one pair can serve, and the router is not leaving.
-    #[must_use]
-    pub const fn is_ready(&self) -> bool {
-        self.pair && !self.draining
-    }
 }
