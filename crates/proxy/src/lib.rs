@@ -16,7 +16,6 @@ mod flow;
 pub mod fuzzing;
 mod handoff;
 mod held;
-pub mod json;
 mod lease;
 mod ledger;
 mod made_by;
@@ -66,6 +65,7 @@ pub use error::{Broken, Fault, HandOffRefusal, Progress, ProxyError, Stage, Upst
 pub use fleet::{DrainEnd, Drained};
 pub use held::{Held, Share};
 pub use kv_connector::fit::EngineTraits;
+pub use kv_connector::json;
 pub use kv_connector::protocol::params::{Generation, TransferMode};
 pub use ledger::{HandOffState, HandOffView};
 pub use metrics::{MetricDoc, MetricsFormat, metric_docs, metrics_table};

@@ -1,19 +1,19 @@
 //! An engine's event stream on its way to the client, event by event: what it shows of the blocks, and each
 //! event as the client gets it. Holds the beginning of an event until its end has come, and nothing else.
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use bytes::{Bytes, BytesMut};
-use memchr::memmem;
+use memchr::memmem::Finder;
 
+use crate::answer::HAND_OFF;
 use crate::error::Broken;
 use crate::held::Share;
 use crate::request::Endpoint;
 use crate::splice::{PromptPart, client_event};
 
 const DONE: &[u8] = b"data: [DONE]";
-const HAND_OFF: &[u8] = b"kv_transfer_params";
-const USAGE: &[u8] = b"\"usage\"";
+static USAGE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new("\"usage\""));
 /// An event longer than this holds a token.
 const LONGEST_BEGINNING: usize = 16 << 10;
 
@@ -155,8 +155,7 @@ impl Events {
     }
 
     fn is_edited(&self, events: &[u8]) -> bool {
-        memmem::find(events, HAND_OFF).is_some()
-            || self.part.is_some() && memmem::find(events, USAGE).is_some()
+        HAND_OFF.find(events).is_some() || self.part.is_some() && USAGE.find(events).is_some()
     }
 
     fn for_client(&self, whole: Bytes) -> Result<Bytes, Broken> {
@@ -179,7 +178,7 @@ impl Events {
     }
 
     fn edit(&self, event: &Bytes, shown: &mut BytesMut) -> Result<(), Broken> {
-        let secret = memmem::find(event, HAND_OFF).is_some();
+        let secret = HAND_OFF.find(event).is_some();
         let edited = data_line(event).and_then(|(start, end)| {
             let data = event.slice(start..end);
             client_event(&data, self.endpoint, self.part.as_ref()).ok().map(|data| (start, data, end))
