@@ -5,6 +5,8 @@ use std::net::SocketAddr;
 use engine_sim::{Engine, EngineConfig};
 use kv_connector::kv_events::{BlockHash, BlocksStored, EventBatch, EventPublisher, KvEvent};
 use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio::task::JoinSet;
 
 use crate::support::{COMPLETIONS, Cluster, engine_config, listen};
 
@@ -208,16 +210,20 @@ fn stored(rank: u32, name: &str) -> Vec<u8> {
     EventBatch { rank: Some(rank), events: vec![KvEvent::Stored(blocks)] }.encode(0.0)
 }
 
-/// Publishes at an address until the test ends, and keeps so much for replays.
-async fn publisher(listener: tokio::net::TcpListener, kept: usize) -> (EventPublisher, Option<SocketAddr>) {
+/// Publishes at an address while `serving` is there, and keeps so much for replays.
+async fn publisher(
+    serving: &mut JoinSet<()>,
+    listener: TcpListener,
+    kept: usize,
+) -> (EventPublisher, Option<SocketAddr>) {
     let publisher = EventPublisher::new(kept);
-    tokio::spawn(publisher.clone().serve(listener));
+    serving.spawn(publisher.clone().serve(listener));
     if kept == 0 {
         return (publisher, None);
     }
     let replays = listen().await;
     let addr = replays.local_addr().unwrap();
-    tokio::spawn(publisher.clone().serve_replays(replays));
+    serving.spawn(publisher.clone().serve_replays(replays));
     (publisher, Some(addr))
 }
 
@@ -228,11 +234,12 @@ async fn what_was_missed_is_replayed_or_everything_before_it_forgotten() {
     // As many as wait for a slow reader, and some.
     const BURST: usize = 1024 + 6;
     let plain = engine_sim::spawn(EngineConfig::default(), listen().await).await.unwrap();
+    let mut serving = JoinSet::new();
     for (kept, gaps, before) in [(4096, 0, 320), (0, 1, 0)] {
         let cluster = router().await;
         let listener = listen().await;
         let events = listener.local_addr().unwrap();
-        let (publisher, replays) = publisher(listener, kept).await;
+        let (publisher, replays) = publisher(&mut serving, listener, kept).await;
         add_at(&cluster, "one", &plain, events, replays, json!({})).await;
         let of = |tokens: usize| json!([{"peer": "one", "tokens": tokens, "of": 325}]);
         let [first, missed, last] = ["a", "b", "c"].map(|name| completion(&prompt(name).into()));
@@ -274,12 +281,12 @@ async fn what_was_missed_is_replayed_or_everything_before_it_forgotten() {
 }
 
 /// Two listeners with ports in a row.
-async fn in_a_row() -> [tokio::net::TcpListener; 2] {
+async fn in_a_row() -> [TcpListener; 2] {
     loop {
         let first = listen().await;
         let next = first.local_addr().unwrap().port().checked_add(1);
         if let Some(next) = next
-            && let Ok(second) = tokio::net::TcpListener::bind(("127.0.0.1", next)).await
+            && let Ok(second) = TcpListener::bind(("127.0.0.1", next)).await
         {
             return [first, second];
         }
@@ -291,10 +298,11 @@ async fn each_data_parallel_rank_is_followed_at_its_own_port() {
     let plain = engine_sim::spawn(EngineConfig::default(), listen().await).await.unwrap();
     let other = engine_sim::spawn(EngineConfig::default(), listen().await).await.unwrap();
     let cluster = router().await;
+    let mut serving = JoinSet::new();
     let [first, second] = in_a_row().await;
     let addr = first.local_addr().unwrap();
-    let (zero, _) = publisher(first, 0).await;
-    let (one, _) = publisher(second, 0).await;
+    let (zero, _) = publisher(&mut serving, first, 0).await;
+    let (one, _) = publisher(&mut serving, second, 0).await;
     // Both ranks behind one URL, and the second alone behind another.
     add_at(&cluster, "both", &plain, addr, None, json!({"dp_size": 2})).await;
     add_at(&cluster, "second", &other, addr, None, json!({"dp_rank": 1})).await;

@@ -149,7 +149,7 @@ async fn an_engine_that_comes_back_is_asked_at_once_for_what_nobody_could_releas
     world.stop_faults();
     let (proxy, tasks, stop) = fleet(&world);
     until(|| proxy.peers().iter().filter(|peer| peer.accepts).count() == 2).await;
-    let asked = tokio::spawn(ask(proxy.clone(), false, 4));
+    let asked = tasks.spawn(ask(proxy.clone(), false, 4));
     until(|| !world.held().is_empty()).await;
     world.end(d);
     assert_eq!(asked.await.unwrap(), Ok(false), "nobody can decode it");
