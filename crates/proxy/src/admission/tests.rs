@@ -1,6 +1,6 @@
 use std::future::Future;
 use std::pin::Pin;
-use std::task::{Context, Waker};
+use std::task::{Context, Poll, Waker};
 
 use tokio::time::Instant;
 
@@ -68,6 +68,21 @@ async fn whose_turn_does_not_come_is_told_so_in_time() {
     assert_eq!((busy.scope, busy.reason), (BusyScope::Stage(Stage::Decode), BusyReason::Late));
     assert_eq!(began.elapsed(), Duration::from_secs(10));
     assert_eq!(counts(&admission), (1, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_finds_the_queue_full_is_refused_at_once() {
+    let admission = admission(1, Duration::from_secs(10));
+    let _first = admission.enter(&ask()).await.unwrap();
+    let _waiting = [waiting(&admission), waiting(&admission)];
+    let asked = ask();
+    let mut refused = std::pin::pin!(admission.enter(&asked));
+    // At the first look, which is no wait at all.
+    let Poll::Ready(Err(busy)) = refused.as_mut().poll(&mut Context::from_waker(Waker::noop())) else {
+        panic!("it waits, or runs");
+    };
+    assert_eq!((busy.scope, busy.reason), (BusyScope::Stage(Stage::Decode), BusyReason::Full));
+    assert_eq!(counts(&admission), (1, 2));
 }
 
 #[tokio::test(start_paused = true)]

@@ -35,6 +35,8 @@ pub(crate) struct Wanted<'a> {
     /// Tokens of its prompt, as far as can be estimated.
     pub(crate) prompt_tokens: f64,
     pub(crate) settings: &'a RoutingSettings,
+    /// How its prefill and its decode engine are chosen.
+    pub(crate) policies: [Policy; 2],
     /// The value of the session header.
     pub(crate) session: Option<&'a [u8]>,
     /// The prompt's beginning.
@@ -156,7 +158,7 @@ impl Pool {
 
     /// What a request is known by to a stage's policy, if that goes by a key.
     pub(crate) fn key_of<'a>(&self, stage: Stage, wanted: &Wanted<'a>) -> Option<&'a [u8]> {
-        match wanted.settings.policies(wanted.model)[stage as usize] {
+        match wanted.policies[stage as usize] {
             Policy::Session => wanted.session,
             Policy::ConsistentHash => Some(wanted.beginning),
             _ => None,
