@@ -51,6 +51,8 @@ pub struct Exchange {
 #[derive(Clone, Debug)]
 pub struct Order {
     pub(crate) request: ClientRequest,
+    /// The client's name for the model (raw JSON), where it is shown in the place of the engine's.
+    pub(crate) shows: Option<Bytes>,
     /// As they were when the request was read: a reload does not change them under it.
     pub(crate) settings: Arc<Settings>,
     /// What is still done for it after its end has a span there too.
@@ -64,7 +66,7 @@ impl Order {
         self.request.endpoint()
     }
 
-    /// The model that it names, escapes resolved.
+    /// The model as engines call it, escapes resolved.
     #[must_use]
     pub fn model(&self) -> &str {
         self.request.model()
@@ -99,9 +101,12 @@ impl Core {
             told.key.clone_from(&exchange.client.key);
         });
         let settings = self.settings();
-        let request = ClientRequest::parse(endpoint, body, settings.hand_off.client_injected);
-        let read = request.map_err(ProxyError::from).and_then(|request| {
+        let models = self.models.load();
+        let default = models.default_name().map(|name| &**name);
+        let request = ClientRequest::parse_or(endpoint, body, settings.hand_off.client_injected, default);
+        let read = request.map_err(ProxyError::from).and_then(|mut request| {
             exchange.client.check_model(request.model())?;
+            let shows = self.name_model(&models, &mut request, &settings, exchange)?;
             let of_model = self.metrics.of_model(request.model(), || self.pool.serves(request.model()));
             exchange.account.tell(|told| {
                 told.of_model = Some(of_model);
@@ -110,7 +115,7 @@ impl Core {
             settings.admission.check_size(&request)?;
             let (model, stream) = (request.model(), request.wants_stream());
             exchange.account.read(model, stream, bytes, exchange.client.key.as_ref());
-            Ok(Order { request, settings, trace: exchange.account.trace().clone() })
+            Ok(Order { request, shows, settings, trace: exchange.account.trace().clone() })
         });
         read.inspect_err(|_| exchange.account.failed(Outcome::ClientError))
     }

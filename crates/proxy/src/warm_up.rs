@@ -160,7 +160,8 @@ pub(crate) async fn exercise(
     decode: &Arc<Peer>,
 ) -> Result<usize, NotWarm> {
     let model = common_model(prefill, decode).ok_or(NotWarm::NoCommonModel)?;
-    let order = Order { request: request(&model)?, settings: core.settings(), trace: Trace::default() };
+    let order =
+        Order { request: request(&model)?, shows: None, settings: core.settings(), trace: Trace::default() };
     let id = RequestId::accept(None);
     let mut leg = PrefillLeg::start(core, prefill.enter(), &order, &id, own_headers(&id), true);
     let (head, answer) = leg.answer().await?;
