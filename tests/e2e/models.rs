@@ -103,7 +103,7 @@ async fn requests_without_a_model_have_the_default() {
     body.as_object_mut().unwrap().remove("model");
     assert_eq!(cluster.post(COMPLETIONS, &body).await.generated(), expected);
     assert_eq!([asked(cluster.p()), asked(cluster.d())], [["sim"], ["sim"]]);
-    cluster.assert_error(&cluster.post(COMPLETIONS, &json!({})).await, 400, "missing_model");
+    cluster.assert_error(&cluster.post(COMPLETIONS, &json!({})).await, 400, "model_required");
     cluster.finish().await;
 }
 

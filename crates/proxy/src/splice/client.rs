@@ -192,6 +192,11 @@ impl<'a> Edits<'a> {
             let at = member.value().start;
             if member.kind() == Kind::Object && holder.is_some_and(|holder| member.key_is(holder)) {
                 self.answer(Members::open(member.raw_value())?, at)?;
+            } else if let Some(model) = self.model
+                && member.key_is("model")
+                && member.kind() == Kind::String
+            {
+                self.put(member.value(), model.clone());
             } else if let Some(part) = self.part
                 && member.key_is("usage")
             {
