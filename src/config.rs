@@ -12,9 +12,9 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use kvbaton_proxy::{
-    AdmissionSettings, BreakerSettings, Disaggregation, HandOffPolicy, KvEventsSettings, Limits, Nixl,
-    Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, RoutingSettings, Settings, SideChannelSettings,
-    StoreSettings, Streaming, TimelineSettings, Timeouts,
+    AdmissionSettings, BreakerSettings, Disaggregation, HandOffPolicy, KvEventsSettings, Limits,
+    ModelSettings, Nixl, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, RoutingSettings, Settings,
+    SideChannelSettings, StoreSettings, Streaming, TimelineSettings, Timeouts,
 };
 use serde::{Deserialize, Serialize};
 
@@ -102,6 +102,8 @@ pub struct Config {
     pub routing: RoutingSettings,
     /// Whether a request is split over two engines.
     pub disaggregation: Disaggregation,
+    /// What clients call models.
+    pub models: Vec<ModelSettings>,
 }
 
 impl Default for Config {
@@ -140,6 +142,7 @@ impl Default for Config {
             timeline: TimelineSettings::default(),
             routing: RoutingSettings::default(),
             disaggregation: Disaggregation::default(),
+            models: Vec::new(),
         }
     }
 }
@@ -246,6 +249,7 @@ impl Config {
             timeline: self.timeline.clone(),
             routing: self.routing.clone(),
             disaggregation: self.disaggregation.clone(),
+            models: self.models.clone(),
         }
     }
 

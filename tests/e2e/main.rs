@@ -32,6 +32,7 @@ mod legs;
 mod logs;
 mod malformed_handoff;
 mod metrics;
+mod models;
 #[cfg(feature = "nixl")]
 mod nixl;
 #[cfg(not(feature = "nixl"))]
