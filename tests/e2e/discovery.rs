@@ -1,0 +1,3 @@
+//! Engines that come and go with what a source of addresses names.
+
+mod dns;
