@@ -8,6 +8,8 @@ mod dns;
 #[cfg(feature = "etcd")]
 mod etcd;
 mod fake;
+#[cfg(feature = "kubernetes")]
+pub(crate) mod kubernetes;
 mod log;
 mod pki;
 pub(crate) mod process;

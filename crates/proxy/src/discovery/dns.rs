@@ -149,7 +149,7 @@ async fn records(
     resolver: &TokioResolver,
     name: &str,
     kind: RecordType,
-    mut take: impl FnMut(&RData) -> bool,
+    mut take: impl FnMut(&RData),
 ) -> Answer {
     let record = match kind {
         RecordType::A => "A",
@@ -160,11 +160,10 @@ async fn records(
     match resolver.lookup(name, kind).await {
         Ok(found) => {
             answer.answered = 1;
-            // Those of aliases on the way count too.
+            // Aliases on the way have a time to live as well.
             for record in found.answers() {
-                if take(&record.data) || record.record_type() == RecordType::CNAME {
-                    answer.valid_for(record.ttl);
-                }
+                take(&record.data);
+                answer.valid_for(record.ttl);
             }
         }
         Err(error) if error.is_no_records_found() => answer.answered = 1,
@@ -180,13 +179,15 @@ async fn records(
 async fn addresses(resolver: &TokioResolver, name: &str) -> Answer {
     let (mut four, mut six) = (BTreeSet::new(), BTreeSet::new());
     let (mut answer, other) = tokio::join!(
-        records(resolver, name, RecordType::A, |data| match data {
-            RData::A(ip) => four.insert(IpAddr::V4(ip.0)) || true,
-            _ => false,
+        records(resolver, name, RecordType::A, |data| {
+            if let RData::A(ip) = data {
+                four.insert(IpAddr::V4(ip.0));
+            }
         }),
-        records(resolver, name, RecordType::AAAA, |data| match data {
-            RData::AAAA(ip) => six.insert(IpAddr::V6(ip.0)) || true,
-            _ => false,
+        records(resolver, name, RecordType::AAAA, |data| {
+            if let RData::AAAA(ip) = data {
+                six.insert(IpAddr::V6(ip.0));
+            }
         })
     );
     answer.add(other);
@@ -198,14 +199,12 @@ async fn addresses(resolver: &TokioResolver, name: &str) -> Answer {
 async fn srv(resolver: &TokioResolver, name: &str) -> (Report, Option<Duration>) {
     let mut groups: BTreeMap<u16, BTreeSet<(String, u16)>> = BTreeMap::new();
     let mut answer = records(resolver, name, RecordType::SRV, |data| {
-        if let RData::SRV(srv) = data {
-            // A target of "." says that there is no such service.
-            if !srv.target.is_root() && srv.port != 0 {
-                groups.entry(srv.priority).or_default().insert((srv.target.to_ascii(), srv.port));
-            }
-            true
-        } else {
-            false
+        // A target of "." says that there is no such service.
+        if let RData::SRV(srv) = data
+            && !srv.target.is_root()
+            && srv.port != 0
+        {
+            groups.entry(srv.priority).or_default().insert((srv.target.to_ascii(), srv.port));
         }
     })
     .await;
