@@ -21,6 +21,7 @@ mod chaos;
 mod cli;
 mod cors;
 mod credentials;
+mod discovery;
 mod engine_faults;
 mod field_notes;
 mod fleet;

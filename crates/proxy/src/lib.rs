@@ -9,6 +9,7 @@ mod client;
 mod connection;
 mod dial;
 mod disagg;
+mod discovery;
 mod error;
 mod fleet;
 mod flow;
@@ -62,6 +63,10 @@ pub use admission::{AdmissionSettings, Busy, BusyReason, BusyScope, NamedLimits,
 pub use client::{Client, ModelScope};
 pub use connection::{EngineTls, public_authorities};
 pub use disagg::{Exchange, Order};
+pub use discovery::{
+    DiscoveryFault, DiscoverySettings, DnsKind, DnsSource, KubernetesSource, PeerScheme, PeerTemplate,
+    PortChoice, SourceFailure, SourceView,
+};
 pub use error::{Broken, Fault, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
 pub use fleet::{DrainEnd, Drained};
 pub use held::{Held, Share};
@@ -108,6 +113,7 @@ pub use trial::{Trial, TrialResult, UnknownPeer};
 use ledger::Ledger;
 use metrics::Metrics;
 use pool::Pool;
+use pool::origin::Origin;
 use side_channel::SideChannels;
 use store::Storage;
 use timeline::Timelines;
@@ -118,6 +124,7 @@ struct Core {
     /// Read anew by each step that needs them.
     settings: ArcSwap<Settings>,
     pool: Pool,
+    discovery: discovery::Discovery,
     upstream: Upstream,
     held: Held,
     ledger: Ledger,
@@ -186,6 +193,7 @@ impl Proxy {
             registry,
             notifier,
             pool: Pool::new(&settings, upstream.dials().clone()),
+            discovery: discovery::Discovery::default(),
             side_channels: SideChannels::default(),
             kv_events: routing::kv_events::KvEvents::default(),
             models: ArcSwap::default(),
@@ -205,6 +213,7 @@ impl Proxy {
         pool::probe::watch(Arc::clone(&core));
         pool::scrape::watch(Arc::clone(&core));
         fleet::follow(Arc::clone(&core));
+        discovery::start(&core);
         side_channel::start(&core);
         routing::kv_events::start(&core);
         core.tasks.spawn(core.registry.clone().expire_until(core.stop.clone()));
@@ -318,13 +327,23 @@ impl Proxy {
     /// # Errors
     /// The description cannot be used, or such a peer exists.
     pub fn add_peer(&self, spec: PeerSpec) -> Result<PeerView, PeerSpecError> {
-        let peer = self.core.pool.add(spec)?;
+        self.add_peer_of(Origin::Settings, spec)
+    }
+
+    fn add_peer_of(&self, origin: Origin, spec: PeerSpec) -> Result<PeerView, PeerSpecError> {
+        let peer = self.core.pool.add_of(origin, spec)?;
         let view = peer.view(&self.core.notifier);
         if peer.spec.notify {
             self.core.notifier.prepare();
         }
         pool::probe::probe_soon(&self.core, peer);
         Ok(view)
+    }
+
+    /// The sources of engines' addresses.
+    #[must_use]
+    pub fn sources(&self) -> Vec<SourceView> {
+        self.core.source_views()
     }
 
     /// The live hand-offs, oldest first.
