@@ -32,7 +32,7 @@ pub use breaker::{BreakerSettings, BreakerState};
 use health::Health;
 pub use health::HealthView;
 pub use load::EngineLoadView;
-use matrix::{Matrix, PairKey, pair_key};
+use matrix::{Facts, Matrix, PairKey, pair_key};
 pub use matrix::{PairView, QuarantineView};
 pub use models::ModelList;
 use operator::Operator;
@@ -329,7 +329,7 @@ impl Pool {
         let known = self.matrix.load().fits(prefill, decode);
         known.unwrap_or_else(|| {
             let rules = self.pairing.load();
-            pairing::judge(prefill, decode, &rules).allows(rules.unknown)
+            pairing::judge(&Facts::of(prefill), &Facts::of(decode), &rules).allows(rules.unknown)
         })
     }
 
@@ -410,7 +410,9 @@ impl Pool {
 
     /// Whether a decode peer has an open prefill peer that can hand off to it.
     pub(crate) fn has_partner(&self, decode: &Peer) -> bool {
-        self.matrix.load().partners(decode).iter().any(|prefill| prefill.is_open())
+        let (snapshot, matrix) = (self.snapshot.load(), self.matrix.load());
+        let fits = |prefill: &Peer| matrix.fits(prefill, decode) == Some(true);
+        snapshot.prefill.iter().any(|prefill| prefill.is_open() && fits(prefill))
     }
 
     /// Whether no prefill peer that is open takes hand-offs on an endpoint.

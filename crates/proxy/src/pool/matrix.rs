@@ -1,70 +1,82 @@
-//! The verdict on every pair of peers, made when the fleet changes so that a choice only looks it
-//! up. A pair of which nothing has changed keeps its verdict.
+//! The verdict on every pair of peers, made when the fleet changes so that a choice only looks it up. It is
+//! kept by class: what one more peer costs does not grow with the pairs that it is in.
 
+mod class;
 mod compact;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use kv_connector::protocol::params::Generation;
+use foldhash::fast::RandomState;
 use serde::Serialize;
 use tokio::time::Instant;
 
 use super::Snapshot;
-use super::pairing::{Identity, Verdict, judge};
+use super::pairing::{Verdict, judge};
 use super::peer::Peer;
-use crate::settings::Pairing;
+use crate::settings::{Pairing, UnknownPairs};
+use class::Digest;
+
+pub(crate) use class::Facts;
 
 /// A prefill and a decode peer by their places in memory; the matrix keeps both alive.
 pub(crate) type PairKey = (usize, usize);
 
 pub(crate) fn pair_key(prefill: &Peer, decode: &Peer) -> PairKey {
-    (std::ptr::from_ref(prefill).addr(), std::ptr::from_ref(decode).addr())
+    (place(prefill), place(decode))
+}
+
+fn place(peer: &Peer) -> usize {
+    std::ptr::from_ref(peer).addr()
 }
 
 /// All pairs.
 #[derive(Debug, Default)]
 pub(crate) struct Matrix {
-    pairs: HashMap<PairKey, Judged>,
-    /// By decode peer, the prefill peers that may hand off to it.
-    partners: HashMap<usize, Vec<Arc<Peer>>>,
+    prefill: Side,
+    decode: Side,
+    /// By the prefill peer's class, then by the decode peer's.
+    verdicts: Vec<Arc<Verdict>>,
+    rules: Rules,
+    /// Pairs that are kept apart because one of them restarted.
+    restarted: HashMap<PairKey, Instant>,
 }
 
-/// One pair.
-#[derive(Clone, Debug)]
-pub(crate) struct Judged {
-    prefill: Arc<Peer>,
-    decode: Arc<Peer>,
-    inputs: [Inputs; 2],
-    verdict: Arc<Verdict>,
-    quarantine: Option<Quarantine>,
-    used: bool,
+/// The peers of one stage.
+#[derive(Debug, Default)]
+struct Side {
+    members: HashMap<usize, Member, RandomState>,
+    classes: HashMap<Digest, usize>,
 }
 
-/// What the verdict on a pair depends on, of one peer.
-#[derive(Clone, Debug)]
-struct Inputs {
-    identity: Arc<Identity>,
-    generation: Option<Generation>,
-    models: u64,
-    tp_size: Option<u32>,
+#[derive(Debug)]
+struct Member {
+    /// Its place is a key as long as this lives.
+    _peer: Arc<Peer>,
+    facts: Facts,
+    digest: Digest,
+    class: usize,
+    /// An operator keeps it apart.
+    apart: bool,
 }
 
-impl Inputs {
-    fn of(peer: &Peer) -> Self {
-        Self {
-            identity: peer.identity.load_full(),
-            generation: peer.generation(),
-            models: peer.observed.read().models_changed,
-            tp_size: peer.observed.read().tp_size,
-        }
+/// What of the settings verdicts depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Rules {
+    unknown: UnknownPairs,
+    prefill_tp_at_most_decode: bool,
+}
+
+impl Default for Rules {
+    fn default() -> Self {
+        Self::of(&Pairing::default())
     }
+}
 
-    fn are(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.identity, &other.identity)
-            && self.generation == other.generation
-            && self.models == other.models
-            && self.tp_size == other.tp_size
+impl Rules {
+    fn of(pairing: &Pairing) -> Self {
+        let Pairing { unknown, prefill_tp_at_most_decode, .. } = *pairing;
+        Self { unknown, prefill_tp_at_most_decode }
     }
 }
 
@@ -77,84 +89,158 @@ pub(crate) enum Quarantine {
     Restarted { until: Instant },
 }
 
+/// One pair.
+struct Judged<'a> {
+    prefill: &'a Member,
+    decode: &'a Member,
+    verdict: &'a Arc<Verdict>,
+    quarantine: Option<Quarantine>,
+    used: bool,
+}
+
+impl Side {
+    fn of(peers: &[Arc<Peer>], facts: Vec<Facts>, before: &Self, shared: &HashSet<&str>) -> Self {
+        let mut side = Self::default();
+        for (peer, facts) in peers.iter().zip(facts) {
+            let known = before.members.get(&place(peer)).filter(|known| known.facts.are(&facts));
+            // One that is shared, or was, may have to be told from its like.
+            let known = known.filter(|_| shared.is_empty());
+            let digest = known.map_or_else(|| facts.digest(shared), |known| known.digest);
+            let next = side.classes.len();
+            let class = *side.classes.entry(digest).or_insert(next);
+            let apart = peer.standing.is_quarantined();
+            let member = Member { _peer: Arc::clone(peer), facts, digest, class, apart };
+            side.members.insert(place(peer), member);
+        }
+        side
+    }
+
+    fn get(&self, peer: &Peer) -> Option<&Member> {
+        self.members.get(&place(peer))
+    }
+
+    /// One member of each class, by class.
+    fn examples(&self) -> Vec<&Member> {
+        let mut examples = vec![None; self.classes.len()];
+        for member in self.members.values() {
+            examples[member.class] = Some(member);
+        }
+        examples.into_iter().flatten().collect()
+    }
+
+    /// How many members of each class there are that an operator keeps apart, and that none does.
+    fn sizes(&self) -> Vec<[usize; 2]> {
+        let mut sizes = vec![[0; 2]; self.classes.len()];
+        for member in self.members.values() {
+            sizes[member.class][usize::from(!member.apart)] += 1;
+        }
+        sizes
+    }
+}
+
 impl Matrix {
     pub(crate) fn of(
         peers: &Snapshot,
         before: &Self,
-        rules: &Pairing,
-        quarantined: &HashMap<PairKey, Instant>,
+        pairing: &Pairing,
+        restarted: &HashMap<PairKey, Instant>,
     ) -> Self {
-        let mut matrix = Self::default();
-        let decode: Vec<_> = peers.decode.iter().map(|peer| (peer, Inputs::of(peer))).collect();
-        for prefill in &peers.prefill {
-            let of_prefill = Inputs::of(prefill);
-            for (decode, of_decode) in &decode {
-                let key = pair_key(prefill, decode);
-                let known = before
-                    .pairs
-                    .get(&key)
-                    .filter(|known| known.inputs[0].are(&of_prefill) && known.inputs[1].are(of_decode));
-                let verdict = known.map_or_else(
-                    || Arc::new(judge(prefill, decode, rules)),
-                    |known| Arc::clone(&known.verdict),
-                );
-                let by_operator = prefill.standing.is_quarantined() || decode.standing.is_quarantined();
-                let restarted = quarantined.get(&key).map(|until| Quarantine::Restarted { until: *until });
-                let quarantine = if by_operator { Some(Quarantine::Operator) } else { restarted };
-                let used = verdict.allows(rules.unknown) && quarantine.is_none();
-                if used {
-                    matrix.partners.entry(key.1).or_default().push(Arc::clone(prefill));
-                }
-                let judged = Judged {
-                    prefill: Arc::clone(prefill),
-                    decode: Arc::clone(decode),
-                    inputs: [of_prefill.clone(), of_decode.clone()],
-                    verdict,
-                    quarantine,
-                    used,
-                };
-                matrix.pairs.insert(key, judged);
+        let facts = |peers: &[Arc<Peer>]| peers.iter().map(|peer| Facts::of(peer)).collect::<Vec<_>>();
+        let (of_prefill, of_decode) = (facts(&peers.prefill), facts(&peers.decode));
+        let ids = |facts: &[Facts]| -> HashSet<String> {
+            let engines = facts.iter().flat_map(|facts| &facts.identity.engines);
+            engines.map(|engine| engine.engine_id.clone()).collect()
+        };
+        let (p, d) = (ids(&of_prefill), ids(&of_decode));
+        let shared: HashSet<&str> = p.intersection(&d).map(String::as_str).collect();
+        let prefill = Side::of(&peers.prefill, of_prefill, &before.prefill, &shared);
+        let decode = Side::of(&peers.decode, of_decode, &before.decode, &shared);
+        let rules = Rules::of(pairing);
+        let known = |p: &Member, d: &Member| {
+            let classes = (before.prefill.classes.get(&p.digest)?, before.decode.classes.get(&d.digest)?);
+            (rules == before.rules).then(|| before.of_classes(*classes.0, *classes.1))
+        };
+        let mut verdicts = Vec::with_capacity(prefill.classes.len() * decode.classes.len());
+        let examples = decode.examples();
+        for p in prefill.examples() {
+            for d in &examples {
+                let known = known(p, d).cloned();
+                verdicts.push(known.unwrap_or_else(|| Arc::new(judge(&p.facts, &d.facts, pairing))));
             }
         }
+        let restarted = restarted.iter().map(|(pair, until)| (*pair, *until));
+        let mut matrix = Self { prefill, decode, verdicts, rules, restarted: restarted.collect() };
+        let (prefill, decode) = (&matrix.prefill.members, &matrix.decode.members);
+        matrix.restarted.retain(|(p, d), _| prefill.contains_key(p) && decode.contains_key(d));
         matrix
+    }
+
+    fn of_classes(&self, prefill: usize, decode: usize) -> &Arc<Verdict> {
+        &self.verdicts[prefill * self.decode.classes.len() + decode]
+    }
+
+    fn judged(&self, prefill: &Peer, decode: &Peer) -> Option<Judged<'_>> {
+        let (p, d) = (self.prefill.get(prefill)?, self.decode.get(decode)?);
+        let verdict = self.of_classes(p.class, d.class);
+        let quarantine = if p.apart || d.apart {
+            Some(Quarantine::Operator)
+        } else if self.restarted.is_empty() {
+            None
+        } else {
+            let until = self.restarted.get(&pair_key(prefill, decode));
+            until.map(|until| Quarantine::Restarted { until: *until })
+        };
+        let used = quarantine.is_none() && verdict.allows(self.rules.unknown);
+        Some(Judged { prefill: p, decode: d, verdict, quarantine, used })
     }
 
     /// Whether a pair may be used; none when one of the two is no longer, or not yet, in the fleet.
     pub(crate) fn fits(&self, prefill: &Peer, decode: &Peer) -> Option<bool> {
-        self.pairs.get(&pair_key(prefill, decode)).map(|judged| judged.used)
+        self.judged(prefill, decode).map(|judged| judged.used)
     }
 
     pub(crate) fn knows(&self, pair: &PairKey) -> bool {
-        self.pairs.contains_key(pair)
-    }
-
-    /// The prefill peers that may hand off to a decode peer, ready or not.
-    pub(crate) fn partners(&self, decode: &Peer) -> &[Arc<Peer>] {
-        self.partners.get(&std::ptr::from_ref(decode).addr()).map_or(&[], Vec::as_slice)
+        self.prefill.members.contains_key(&pair.0) && self.decode.members.contains_key(&pair.1)
     }
 
     /// How many pairs there are of each verdict, used or not.
     pub(crate) fn counts(&self) -> HashMap<(&'static str, bool), usize> {
-        let mut counts = HashMap::new();
-        for judged in self.pairs.values() {
-            *counts.entry((judged.verdict.label(), judged.used)).or_default() += 1;
+        let mut counts: HashMap<_, usize> = HashMap::new();
+        let of_decode = self.decode.sizes();
+        for (prefill, [_, p]) in self.prefill.sizes().into_iter().enumerate() {
+            let all = self.prefill.sizes()[prefill].iter().sum::<usize>();
+            for (decode, [apart, d]) in of_decode.iter().enumerate() {
+                let verdict = self.of_classes(prefill, decode);
+                let used = if verdict.allows(self.rules.unknown) { p * d } else { 0 };
+                *counts.entry((verdict.label(), true)).or_default() += used;
+                *counts.entry((verdict.label(), false)).or_default() += all * (apart + d) - used;
+            }
         }
+        for (prefill, decode) in self.restarted.keys() {
+            let (p, d) = (&self.prefill.members[prefill], &self.decode.members[decode]);
+            let verdict = self.of_classes(p.class, d.class);
+            if !p.apart && !d.apart && verdict.allows(self.rules.unknown) {
+                *counts.entry((verdict.label(), true)).or_default() -= 1;
+                *counts.entry((verdict.label(), false)).or_default() += 1;
+            }
+        }
+        counts.retain(|_, count| *count > 0);
         counts
     }
 
     /// What operators see of a pair.
     pub(crate) fn view(&self, prefill: &Peer, decode: &Peer) -> Option<PairView> {
-        let judged = self.pairs.get(&pair_key(prefill, decode))?;
-        let hash = |inputs: &Inputs| inputs.identity.compatibility_hash().map(str::to_owned);
+        let judged = self.judged(prefill, decode)?;
+        let hash = |member: &Member| member.facts.identity.compatibility_hash().map(str::to_owned);
         Some(PairView {
-            prefill: judged.prefill.id.clone(),
-            decode: judged.decode.id.clone(),
-            verdict: (*judged.verdict).clone(),
+            prefill: prefill.id.clone(),
+            decode: decode.id.clone(),
+            verdict: (**judged.verdict).clone(),
             reason: judged.verdict.reason(),
             quarantine: judged.quarantine.map(QuarantineView::of),
             used: judged.used,
-            prefill_hash: hash(&judged.inputs[0]),
-            decode_hash: hash(&judged.inputs[1]),
+            prefill_hash: hash(judged.prefill),
+            decode_hash: hash(judged.decode),
         })
     }
 }
@@ -200,3 +286,6 @@ impl QuarantineView {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -8,6 +8,7 @@ use kv_connector::fit::{self, Fit, Misfit, PublishedEngine, PublishedRank, Unkno
 use kv_connector::protocol::params::Generation;
 use serde::{Serialize, Serializer};
 
+use super::matrix::Facts;
 use super::peer::Peer;
 use super::writers::Writers;
 use crate::registry::{EngineRecord, EngineState, RegistrySnapshot};
@@ -165,11 +166,11 @@ impl From<Misfit> for Verdict {
 
 /// Judges a pair: every engine of the one with every engine of the other, since any of them may
 /// meet.
-pub(crate) fn judge(prefill: &Peer, decode: &Peer, rules: &Pairing) -> Verdict {
+pub(crate) fn judge(prefill: &Facts, decode: &Facts, rules: &Pairing) -> Verdict {
     if let Some(misfit) = without_a_common_model(prefill, decode) {
         return misfit.into();
     }
-    let (p, d) = (prefill.identity.load(), decode.identity.load());
+    let (p, d) = (&prefill.identity, &decode.identity);
     let mut unknown = None;
     for prefill in &p.engines {
         for decode in &d.engines {
@@ -180,7 +181,7 @@ pub(crate) fn judge(prefill: &Peer, decode: &Peer, rules: &Pairing) -> Verdict {
             }
         }
     }
-    if let (Some(p), Some(d)) = (prefill.generation(), decode.generation())
+    if let (Some(p), Some(d)) = (prefill.generation, decode.generation)
         && p != d
     {
         return Misfit::Generations { prefill: p, decode: d }.into();
@@ -197,24 +198,23 @@ pub(crate) fn judge(prefill: &Peer, decode: &Peer, rules: &Pairing) -> Verdict {
 
 /// The tensor-parallel size of a peer's engines: the largest that is registered, else the operator's word,
 /// else what its hand-offs told.
-fn tp_size(peer: &Peer) -> Option<u32> {
-    let identity = peer.identity.load();
+fn tp_size(facts: &Facts) -> Option<u32> {
     let published = |engine: &Arc<EngineRecord>| {
         let ranks = || engine.ranks.keys().map(|(_, tp_rank)| tp_rank.saturating_add(1)).max();
         engine.traits.tp_size.or_else(ranks)
     };
-    let registered = identity.engines.iter().filter_map(published).max();
-    registered.or(peer.spec.tp_size).or_else(|| peer.observed.read().tp_size)
+    let registered = facts.identity.engines.iter().filter_map(published).max();
+    registered.or(facts.tp_size)
 }
 
 /// Both legs name one model, so that peers whose lists have none in common never serve a request.
-fn without_a_common_model(prefill: &Peer, decode: &Peer) -> Option<Misfit> {
-    let [p, d] = [prefill, decode].map(|peer| Arc::clone(&peer.observed.read().models));
+fn without_a_common_model(prefill: &Facts, decode: &Facts) -> Option<Misfit> {
+    let [p, d] = [&prefill.models, &decode.models];
     let common = p.is_empty() || d.is_empty() || p.iter().any(|p| d.iter().any(|d| p.id == d.id));
     let list = |models: &[super::peer::ServedModel]| {
         models.iter().map(|model| model.id.as_str()).collect::<Vec<_>>().join(", ")
     };
-    (!common).then(|| Misfit::Models { prefill: list(&p), decode: list(&d) })
+    (!common).then(|| Misfit::Models { prefill: list(p), decode: list(d) })
 }
 
 fn published(engine: &EngineRecord) -> PublishedEngine<'_> {

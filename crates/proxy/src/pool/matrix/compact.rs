@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use serde::Serialize;
 
-use super::{Matrix, Quarantine, pair_key};
+use super::{Judged, Matrix, Quarantine};
 use crate::pool::Snapshot;
 use crate::pool::pairing::Verdict;
 
@@ -37,17 +37,25 @@ impl Matrix {
     pub(crate) fn compact<'a>(&self, peers: &'a Snapshot) -> CompactMatrix<'a> {
         let mut kinds: Vec<Kind> = Vec::new();
         let mut places: HashMap<Kind, u32> = HashMap::new();
+        // Of the pairs of two classes all have the same words but for quarantines.
+        let mut met: HashMap<(usize, usize, Option<&'static str>), u32> = HashMap::new();
         let mut rows = Vec::with_capacity(peers.prefill.len());
         for prefill in &peers.prefill {
             let mut row: Vec<u32> = Vec::new();
             for decode in &peers.decode {
-                let mut kind = self.kind(pair_key(prefill, decode));
-                if kinds.len() >= MOST_KINDS && !places.contains_key(&kind) {
-                    kind.reason = None;
-                }
-                let place = *places.entry(kind).or_insert_with_key(|kind| {
-                    kinds.push(kind.clone());
-                    kinds.len() as u32 - 1
+                let judged = self.judged(prefill, decode);
+                let quarantine = judged.as_ref().and_then(|judged| judged.quarantine).map(named);
+                let classes = judged.as_ref().map(|judged| (judged.prefill.class, judged.decode.class));
+                let (of_prefill, of_decode) = classes.unwrap_or((usize::MAX, usize::MAX));
+                let place = *met.entry((of_prefill, of_decode, quarantine)).or_insert_with(|| {
+                    let mut kind = Kind::of(judged);
+                    if kinds.len() >= MOST_KINDS && !places.contains_key(&kind) {
+                        kind.reason = None;
+                    }
+                    *places.entry(kind).or_insert_with_key(|kind| {
+                        kinds.push(kind.clone());
+                        kinds.len() as u32 - 1
+                    })
                 });
                 match row.as_mut_slice() {
                     [.., last, count] if *last == place => *count += 1,
@@ -61,23 +69,29 @@ impl Matrix {
         };
         CompactMatrix { prefill: ids(&peers.prefill), decode: ids(&peers.decode), kinds, rows }
     }
+}
 
-    fn kind(&self, key: super::PairKey) -> Kind {
+impl Kind {
+    fn of(judged: Option<Judged<'_>>) -> Self {
         // A peer that has just come is judged at the next look.
-        let Some(judged) = self.pairs.get(&key) else {
-            return Kind { verdict: "unknown", reason: None, quarantine: None, used: false };
+        let Some(judged) = judged else {
+            return Self { verdict: "unknown", reason: None, quarantine: None, used: false };
         };
-        Kind {
+        Self {
             verdict: judged.verdict.label(),
-            reason: match &*judged.verdict {
+            reason: match &**judged.verdict {
                 Verdict::Compatible => None,
                 verdict => verdict.reason(),
             },
-            quarantine: judged.quarantine.map(|quarantine| match quarantine {
-                Quarantine::Operator => "operator",
-                Quarantine::Restarted { .. } => "restarted",
-            }),
+            quarantine: judged.quarantine.map(named),
             used: judged.used,
         }
+    }
+}
+
+fn named(quarantine: Quarantine) -> &'static str {
+    match quarantine {
+        Quarantine::Operator => "operator",
+        Quarantine::Restarted { .. } => "restarted",
     }
 }
