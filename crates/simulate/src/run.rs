@@ -144,9 +144,9 @@ impl<'a> World<'a> {
         match moment {
             Moment::Comes(request) => self.comes(now, request),
             Moment::Late(request) => self.late(request),
-            Moment::ToPrefill(request) => self.to_prefill(now, request),
+            Moment::ToPrefill(request) => self.reaches_prefill(now, request),
             Moment::Prefilled(request) => self.prefilled(now, request),
-            Moment::ToDecode(request) => self.to_decode(now, request),
+            Moment::ToDecode(request) => self.reaches_decode(now, request),
             Moment::Began(request) => {
                 self.router.tell_time(now);
                 if let Some(routed) = self.live_routed(request) {
@@ -283,7 +283,7 @@ impl<'a> World<'a> {
         cached.enumerate().filter(|(_, tokens)| *tokens > 0).collect()
     }
 
-    fn to_prefill(&mut self, now: Duration, request: u32) {
+    fn reaches_prefill(&mut self, now: Duration, request: u32) {
         let Some(engine) = self.routed(request).and_then(|routed| routed.prefill) else { return };
         let of = self.request(request);
         let work = Work { request, prompt: of.input, output: 1, names: of.blocks.clone(), pulls: false };
@@ -307,7 +307,7 @@ impl<'a> World<'a> {
         self.woken(now, woken);
     }
 
-    fn to_decode(&mut self, now: Duration, request: u32) {
+    fn reaches_decode(&mut self, now: Duration, request: u32) {
         let Some((engine, pulls)) =
             self.routed(request).map(|routed| (routed.decode, routed.prefill.is_some()))
         else {

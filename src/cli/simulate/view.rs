@@ -24,7 +24,7 @@ pub(super) fn page(reports: &[Report], goal: Goal) -> String {
         row("too long for the engines", &|report| report.too_long.to_string());
     }
     row("in", &|report| duration(report.seconds));
-    let kinds: [(&str, fn(&Report) -> &Percentiles); 3] = [
+    let kinds: [Part<Percentiles>; 3] = [
         ("first token", |report| &report.ttft),
         ("between tokens", |report| &report.itl),
         ("whole answer", |report| &report.end_to_end),
@@ -45,7 +45,7 @@ pub(super) fn page(reports: &[Report], goal: Goal) -> String {
     for (name, of) in decisions(reports) {
         row(&name, &|report| of(report).to_string());
     }
-    let stages: [(&str, fn(&Report) -> &StageReport); 2] =
+    let stages: [Part<StageReport>; 2] =
         [("prefill", |report| &report.prefill), ("decode", |report| &report.decode)];
     for (stage, of) in stages {
         if reports.iter().any(|report| of(report).engines > 0) {
@@ -68,6 +68,9 @@ pub(super) fn page(reports: &[Report], goal: Goal) -> String {
     }
     text
 }
+
+/// A part of a run and its name.
+type Part<T> = (&'static str, fn(&Report) -> &T);
 
 type Count = Box<dyn Fn(&Report) -> u64>;
 
