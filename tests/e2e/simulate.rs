@@ -139,18 +139,18 @@ async fn in_real_time(trace: &Trace) -> Figures {
         .start()
         .await;
     let began = tokio::time::Instant::now();
-    let (mut asked, http, url) = (Vec::new(), http_client(), cluster.url(COMPLETIONS));
+    let (mut asked, http, url) = (tokio::task::JoinSet::new(), http_client(), cluster.url(COMPLETIONS));
     for request in &trace.requests {
         tokio::time::sleep_until(began + request.at).await;
         let body = json!({
             "model": "sim", "prompt": prompt(&request.blocks, request.input), "max_tokens": request.output,
             "ignore_eos": true, "stream": true,
         });
-        asked.push(tokio::spawn(ask(http.clone(), url.clone(), body)));
+        asked.spawn(ask(http.clone(), url.clone(), body));
     }
     let (mut ttft, mut itl) = (Vec::new(), Vec::new());
-    for one in asked {
-        let (first, gaps) = one.await.unwrap();
+    while let Some(one) = asked.join_next().await {
+        let (first, gaps) = one.unwrap();
         ttft.push(first);
         itl.extend(gaps);
     }
