@@ -2,7 +2,7 @@
 
 use std::mem::MaybeUninit;
 
-use bytes::{BufMut as _, Bytes, BytesMut};
+use bytes::Bytes;
 use http::header::{CONNECTION, CONTENT_LENGTH, HeaderMap, HeaderName, HeaderValue, TRANSFER_ENCODING};
 use http::{Method, StatusCode, Version, response};
 
@@ -33,13 +33,13 @@ pub(super) struct Head {
 }
 
 /// A request's head, with the headers that the connection needs.
-pub(super) fn encode(request: &Outgoing<'_>) -> Result<Bytes, WireError> {
+pub(super) fn encode(request: &Outgoing<'_>) -> Result<Vec<u8>, WireError> {
     let is_target = |part: &str| part.bytes().all(|byte| byte.is_ascii_graphic() || byte >= 0x80);
     if !is_target(request.prefix) || !request.path.starts_with('/') || !is_target(request.path) {
         return Err(WireError::Target);
     }
-    let mut head = BytesMut::with_capacity(768);
-    let mut put = |pieces: &[&[u8]]| pieces.iter().for_each(|piece| head.put_slice(piece));
+    let mut head = Vec::with_capacity(768);
+    let mut put = |pieces: &[&[u8]]| pieces.iter().for_each(|piece| head.extend_from_slice(piece));
     let (method, host) = (request.method.as_str().as_bytes(), request.place.host().as_bytes());
     let (prefix, path) = (request.prefix.as_bytes(), request.path.as_bytes());
     put(&[method, b" ", prefix, path, b" HTTP/1.1\r\nhost: ", host, b"\r\n"]);
@@ -50,7 +50,7 @@ pub(super) fn encode(request: &Outgoing<'_>) -> Result<Bytes, WireError> {
         put(&[b"content-length: ", request.body.len().to_string().as_bytes(), b"\r\n"]);
     }
     put(&[b"\r\n"]);
-    Ok(head.freeze())
+    Ok(head)
 }
 
 /// Reads an answer's head; none while it is not whole. Interim answers are for the caller to pass over.
