@@ -49,7 +49,21 @@ pub(crate) struct Wanted<'a> {
     pub(crate) tried: [&'a [Arc<Peer>]; 2],
 }
 
-impl Wanted<'_> {
+/// Whom a request asks of one stage.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Asked<'a> {
+    pub(crate) model: Option<&'a str>,
+    /// Where a prefill engine must hand off, if that matters.
+    pub(crate) endpoint: Option<Endpoint>,
+    /// Those that have failed it already.
+    pub(crate) tried: &'a [Arc<Peer>],
+}
+
+impl<'a> Wanted<'a> {
+    fn asked(&self, stage: Stage) -> Asked<'a> {
+        Asked { model: self.model, endpoint: Some(self.endpoint), tried: self.tried[stage as usize] }
+    }
+
     /// Prompt tokens that a peer probably has cached.
     pub(crate) fn cached(&self, peer: &Peer) -> f64 {
         self.seen.of(peer.routing.key) as f64 / self.token_bytes
@@ -92,9 +106,22 @@ impl Pool {
                 return few;
             }
         }
+        self.all_seats(stage, &wanted.asked(stage), roster, turn, now)
+    }
+
+    /// All of them, however many there are.
+    pub(crate) fn all_seats<'a>(
+        &self,
+        stage: Stage,
+        asked: &Asked<'_>,
+        roster: &'a Roster,
+        turn: usize,
+        now: Instant,
+    ) -> Vec<Seat<'a>> {
+        let all = roster.snapshot.of(stage);
         let start = if all.is_empty() { 0 } else { turn % all.len() };
         let turned = all[start..].iter().chain(&all[..start]);
-        let mut seats: Vec<Seat<'a>> = turned.filter_map(|peer| seat(stage, peer, wanted, now)).collect();
+        let mut seats: Vec<Seat<'a>> = turned.filter_map(|peer| seat(stage, peer, asked, now)).collect();
         let sound = seats.iter().filter(|seat| seat.sound).count();
         // Where so many fail, the cause is hardly theirs, and the others could not carry it all.
         if (sound as f64) < self.breaker_floor() * seats.len() as f64 {
@@ -115,10 +142,11 @@ impl Pool {
         let all = roster.snapshot.of(stage);
         let serving = wanted.model.map_or(&[][..], |model| roster.serving(stage, model));
         let from = if serving.is_empty() { all } else { serving };
+        let asked = wanted.asked(stage);
         let mut seats: Vec<Seat<'a>> = Vec::with_capacity(DRAWN + FEW);
         let add = |peer: &'a Arc<Peer>, seats: &mut Vec<Seat<'a>>| {
             if !seats.iter().any(|seat| Arc::ptr_eq(seat.peer, peer)) {
-                seats.extend(seat(stage, peer, wanted, now));
+                seats.extend(seat(stage, peer, &asked, now));
             }
         };
         for step in 0..FEW.min(from.len()) {
@@ -166,18 +194,18 @@ impl Pool {
     }
 }
 
-fn seat<'a>(stage: Stage, peer: &'a Arc<Peer>, wanted: &Wanted<'_>, now: Instant) -> Option<Seat<'a>> {
-    let tried = wanted.tried[stage as usize];
-    if !peer.is_open() || !peer.may_have(wanted.model) || tried.iter().any(|other| Arc::ptr_eq(other, peer)) {
+fn seat<'a>(stage: Stage, peer: &'a Arc<Peer>, asked: &Asked<'_>, now: Instant) -> Option<Seat<'a>> {
+    let has_failed = || asked.tried.iter().any(|other| Arc::ptr_eq(other, peer));
+    if !peer.is_open() || !peer.may_have(asked.model) || has_failed() {
         return None;
     }
-    if stage == Stage::Prefill && !peer.hands_off_on(wanted.endpoint) {
+    if stage == Stage::Prefill && asked.endpoint.is_some_and(|endpoint| !peer.hands_off_on(endpoint)) {
         return None;
     }
     Some(Seat {
         peer,
         sound: peer.health.is_sound(now),
-        serves: wanted.model.is_none_or(|model| peer.serves(model)),
+        serves: asked.model.is_none_or(|model| peer.serves(model)),
         load: peer.health.weigh(peer.in_flight(), now),
     })
 }
