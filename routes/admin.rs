@@ -10,7 +10,7 @@ use http::StatusCode;
 use http::header::LOCATION;
 use kvbaton_proxy::{
     CachedPrompt, Drained, Endpoint, ExplainAsk, Explanation, HandOffView, PairView, PeerSpec, PeerView,
-    Proxy, Trial,
+    Proxy, SourceView, Trial,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -121,6 +121,16 @@ pub(crate) async fn resume_peer(
     Segments(id): Segments<String>,
 ) -> Result<Json<PeerView>, RouteError> {
     proxy.resume_peer(&id).map(Json).ok_or(RouteError::UnknownPeer { id })
+}
+
+/// The sources of engines' addresses.
+#[derive(Serialize)]
+pub(crate) struct Sources {
+    sources: Vec<SourceView>,
+}
+
+pub(crate) async fn discovery(Shared(proxy): Shared<Proxy>) -> Json<Sources> {
+    Json(Sources { sources: proxy.sources() })
 }
 
 pub(crate) async fn compatibility(Shared(proxy): Shared<Proxy>) -> Json<Pairs> {

@@ -51,6 +51,8 @@ pub struct Exchange {
 #[derive(Clone, Debug)]
 pub struct Order {
     pub(crate) request: ClientRequest,
+    /// The client's name for the model (raw JSON), where it is shown in the place of the engine's.
+    pub(crate) shows: Option<Bytes>,
     /// As they were when the request was read: a reload does not change them under it.
     pub(crate) settings: Arc<Settings>,
     /// How its prefill and its decode engine are chosen.
@@ -66,7 +68,7 @@ impl Order {
         self.request.endpoint()
     }
 
-    /// The model that it names, escapes resolved.
+    /// The model as engines call it, escapes resolved.
     #[must_use]
     pub fn model(&self) -> &str {
         self.request.model()
@@ -101,9 +103,12 @@ impl Core {
             told.key.clone_from(&exchange.client.key);
         });
         let settings = self.settings();
-        let request = ClientRequest::parse(endpoint, body, settings.hand_off.client_injected);
-        let read = request.map_err(ProxyError::from).and_then(|request| {
+        let models = self.models.load();
+        let default = models.default_name().map(|name| &**name);
+        let request = ClientRequest::parse_or(endpoint, body, settings.hand_off.client_injected, default);
+        let read = request.map_err(ProxyError::from).and_then(|mut request| {
             exchange.client.check_model(request.model())?;
+            let shows = self.name_model(&models, &mut request, &settings, exchange)?;
             let of_model = self.metrics.of_model(request.model(), || self.pool.serves(request.model()));
             exchange.account.tell(|told| {
                 told.of_model = Some(of_model);
@@ -113,7 +118,7 @@ impl Core {
             let (model, stream) = (request.model(), request.wants_stream());
             exchange.account.read(model, stream, bytes, exchange.client.key.as_ref());
             let policies = settings.routing.policies(Some(model));
-            Ok(Order { request, settings, policies, trace: exchange.account.trace().clone() })
+            Ok(Order { request, shows, settings, policies, trace: exchange.account.trace().clone() })
         });
         read.inspect_err(|_| exchange.account.failed(Outcome::ClientError))
     }

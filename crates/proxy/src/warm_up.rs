@@ -162,7 +162,7 @@ pub(crate) async fn exercise(
     let model = common_model(prefill, decode).ok_or(NotWarm::NoCommonModel)?;
     let settings = core.settings();
     let policies = settings.routing.policies(Some(&model));
-    let order = Order { request: request(&model)?, settings, policies, trace: Trace::default() };
+    let order = Order { request: request(&model)?, shows: None, settings, policies, trace: Trace::default() };
     let id = RequestId::accept(None);
     let mut leg = PrefillLeg::start(core, prefill.enter(), &order, &id, own_headers(&id), true);
     let (head, answer) = leg.answer().await?;

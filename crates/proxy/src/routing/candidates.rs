@@ -57,11 +57,24 @@ pub(crate) struct Asked<'a> {
     pub(crate) endpoint: Option<Endpoint>,
     /// Those that have failed it already.
     pub(crate) tried: &'a [Arc<Peer>],
+    /// Whether only peers that list the model can have it.
+    pub(crate) must_list: bool,
+    /// Those that should have it, where not all should.
+    pub(crate) share: Option<&'a [Arc<Peer>]>,
 }
 
 impl<'a> Wanted<'a> {
-    fn asked(&self, stage: Stage) -> Asked<'a> {
-        Asked { model: self.model, endpoint: Some(self.endpoint), tried: self.tried[stage as usize] }
+    fn asked<'b>(&self, stage: Stage, roster: &'b Roster) -> Asked<'b>
+    where
+        'a: 'b,
+    {
+        Asked {
+            model: self.model,
+            endpoint: Some(self.endpoint),
+            tried: self.tried[stage as usize],
+            must_list: self.model.is_some_and(|model| roster.must_list(stage, model)),
+            share: roster.share(stage, self.model),
+        }
     }
 
     /// Prompt tokens that a peer probably has cached.
@@ -106,7 +119,7 @@ impl Pool {
                 return few;
             }
         }
-        self.all_seats(stage, &wanted.asked(stage), roster, turn, now)
+        self.all_seats(stage, &wanted.asked(stage, roster), roster, turn, now)
     }
 
     /// All of them, however many there are.
@@ -122,6 +135,13 @@ impl Pool {
         let start = if all.is_empty() { 0 } else { turn % all.len() };
         let turned = all[start..].iter().chain(&all[..start]);
         let mut seats: Vec<Seat<'a>> = turned.filter_map(|peer| seat(stage, peer, asked, now)).collect();
+        if let Some(share) = asked.share {
+            let is_in = |seat: &Seat<'_>| share.iter().any(|peer| Arc::ptr_eq(peer, seat.peer));
+            // Where none of those can have it that should, others do.
+            if seats.iter().any(|seat| seat.sound && is_in(seat)) {
+                seats.retain(is_in);
+            }
+        }
         let sound = seats.iter().filter(|seat| seat.sound).count();
         // Where so many fail, the cause is hardly theirs, and the others could not carry it all.
         if (sound as f64) < self.breaker_floor() * seats.len() as f64 {
@@ -141,8 +161,12 @@ impl Pool {
     ) -> Vec<Seat<'a>> {
         let all = roster.snapshot.of(stage);
         let serving = wanted.model.map_or(&[][..], |model| roster.serving(stage, model));
-        let from = if serving.is_empty() { all } else { serving };
-        let asked = wanted.asked(stage);
+        let asked = wanted.asked(stage, roster);
+        let from = match roster.share(stage, wanted.model) {
+            Some(share) => share,
+            None if serving.is_empty() => all,
+            None => serving,
+        };
         let mut seats: Vec<Seat<'a>> = Vec::with_capacity(DRAWN + FEW);
         let add = |peer: &'a Arc<Peer>, seats: &mut Vec<Seat<'a>>| {
             if !seats.iter().any(|seat| Arc::ptr_eq(seat.peer, peer)) {
@@ -202,10 +226,14 @@ fn seat<'a>(stage: Stage, peer: &'a Arc<Peer>, asked: &Asked<'_>, now: Instant) 
     if stage == Stage::Prefill && asked.endpoint.is_some_and(|endpoint| !peer.hands_off_on(endpoint)) {
         return None;
     }
+    let serves = asked.model.is_none_or(|model| peer.serves(model));
+    if asked.must_list && !serves {
+        return None;
+    }
     Some(Seat {
         peer,
         sound: peer.health.is_sound(now),
-        serves: asked.model.is_none_or(|model| peer.serves(model)),
+        serves,
         load: peer.health.weigh(peer.in_flight(), now),
     })
 }

@@ -231,7 +231,8 @@ impl Pool {
 
 impl Pool {
     /// The least busy open peer of a stage that fits and lists the model. When no fitting peer lists
-    /// it, any fitting one: the engine answers in its own words whether it has the model.
+    /// it and some have not told what they serve, any fitting one: the engine answers in its own words whether it
+    /// has the model.
     ///
     /// `tried` are those that have failed this request already.
     ///
@@ -245,13 +246,15 @@ impl Pool {
         tried: &[Arc<Peer>],
         fits: impl Fn(&Peer) -> bool,
     ) -> Result<InFlight, ProxyError> {
-        let (roster, asked) = (self.roster(), Asked { model, endpoint: None, tried });
+        let roster = self.roster();
+        let must_list = model.is_some_and(|model| roster.must_list(stage, model));
+        let asked = Asked { model, endpoint: None, tried, must_list: false, share: None };
         loop {
             let mut seats = self.all_seats(stage, &asked, &roster, self.turn(stage), Instant::now());
             if seats.is_empty() {
                 return Err(ProxyError::NoPeer(stage));
             }
-            seats.retain(|seat| fits(seat.peer));
+            seats.retain(|seat| fits(seat.peer) && (seat.serves || !must_list));
             let best = seats.iter().min_by_key(|seat| (seat.tier(), seat.load));
             if let Some(entered) = let_in(best.ok_or(ProxyError::NoCompatiblePair)?) {
                 return Ok(entered);

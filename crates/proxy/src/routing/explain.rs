@@ -107,7 +107,9 @@ impl Proxy {
 
 impl Core {
     async fn explain(&self, ask: &ExplainAsk, settings: &Settings) -> Explanation {
-        let (model, prompt) = (ask.model.as_deref(), ask.prompt.as_deref().unwrap_or_default());
+        let served = ask.model.as_deref().and_then(|model| self.would_serve(model, ask.session.as_deref()));
+        let (model, prompt) =
+            (served.as_deref().or(ask.model.as_deref()), ask.prompt.as_deref().unwrap_or_default());
         let estimated = match (ask.prompt_tokens, &ask.prompt) {
             (Some(tokens), _) => tokens as f64,
             (None, Some(prompt)) => self.pool.token_size.tokens(prompt.len()),
@@ -189,6 +191,13 @@ impl Core {
         })
     }
 
+    /// Whether others take the model's requests by its ratio.
+    fn leaves_out(&self, stage: Stage, wanted: &Wanted<'_>, peer: &Arc<Peer>) -> bool {
+        let roster = self.pool.roster();
+        let share = roster.share(stage, wanted.model);
+        share.is_some_and(|share| !share.iter().any(|other| Arc::ptr_eq(other, peer)))
+    }
+
     /// Why a peer cannot have a request, or is asked only where there is no other.
     fn ruled_out(
         &self,
@@ -219,6 +228,7 @@ impl Core {
             () if !peer.health.is_sound(now) => "unsound",
             () if wanted.model.is_some_and(|model| !peer.serves(model)) => "does_not_list_the_model",
             () if has_pair => return None,
+            () if self.leaves_out(stage, wanted, peer) => "pd_ratio",
             () => {
                 let seats = table.prefill.iter().map(|(seat, _)| seat.peer);
                 let mut seats = seats.chain(table.decode.iter().map(|(seat, _)| seat.peer));

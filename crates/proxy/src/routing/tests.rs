@@ -156,20 +156,26 @@ async fn one_peer_is_chosen_by_its_list_its_health_and_its_turn() {
     assert_eq!(turns.len(), 10, "equally busy peers take turns: {turns:?}");
     let rare = choose(Some("rare"), &[], &|_| true).unwrap();
     assert!(lists(&rare, "rare"));
-    // Where the only one that lists it has failed, or does not fit, another one may have it.
+    // All have told what they serve: where the only one that lists it has failed, or does not fit, there is nobody.
     let tried = [Arc::clone(&rare)];
-    assert!(!lists(&choose(Some("rare"), &tried, &|_| true).unwrap(), "rare"));
-    assert!(!lists(&choose(Some("rare"), &[], &|peer| peer.id != rare.id).unwrap(), "rare"));
-    // Who has failed too often comes after the others, but before those that do not list the model.
+    assert!(matches!(choose(Some("rare"), &tried, &|_| true), Err(ProxyError::NoCompatiblePair)));
+    assert!(matches!(
+        choose(Some("rare"), &[], &|peer| peer.id != rare.id),
+        Err(ProxyError::NoCompatiblePair)
+    ));
+    // Who has failed too often comes after the others.
     let failed = choose(Some("common"), &[], &|_| true).unwrap();
     while failed.health.is_sound(Instant::now()) {
         failed.blamed();
     }
     assert!((0..20).all(|_| choose(Some("common"), &[], &|_| true).unwrap().id != failed.id));
-    assert_eq!(
-        choose(Some("common"), &[], &|peer| peer.id == failed.id || peer.id == rare.id).unwrap().id,
-        failed.id
-    );
+    assert_eq!(choose(Some("common"), &[], &|peer| peer.id == failed.id).unwrap().id, failed.id);
+    // What nobody lists, somebody may have who has not told what it serves.
+    assert!(matches!(choose(Some("new"), &[], &|_| true), Err(ProxyError::NoCompatiblePair)));
+    failed.observed.write().models = [].into();
+    pool.relearn();
+    pool.learn(&Registry::new(RegistryLimits::default()));
+    assert_eq!(choose(Some("new"), &[], &|peer| peer.id == failed.id).unwrap().id, failed.id);
     assert!(matches!(choose(None, &[], &|_| false), Err(ProxyError::NoCompatiblePair)));
     for peer in pool.all() {
         peer.standing.set_drained(true);
