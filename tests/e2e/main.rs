@@ -54,6 +54,7 @@ mod right_answers;
 mod routing;
 mod secrecy;
 mod side_channel;
+mod simulate;
 mod smuggling;
 #[cfg(feature = "etcd")]
 mod store;

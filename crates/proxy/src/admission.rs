@@ -5,6 +5,7 @@ mod named;
 mod queue;
 mod rate;
 mod settings;
+pub(crate) mod simulated;
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -38,6 +38,7 @@ mod retry;
 pub mod routing;
 mod settings;
 mod side_channel;
+pub mod simulated;
 pub mod splice;
 mod store;
 mod stream;

@@ -59,6 +59,7 @@ use crate::request::Endpoint;
 use crate::routing::facts::TokenSize;
 use crate::routing::prefix::PrefixTree as Prefixes;
 use crate::routing::roster::{Ratios, Roster};
+use crate::routing::surroundings::Surroundings;
 use crate::settings::{Pairing, Settings};
 use crate::warm_up::Turn;
 
@@ -129,6 +130,8 @@ pub(crate) struct Pool {
     /// How many bytes of a prompt make a token.
     pub(crate) token_size: TokenSize,
     dials: Option<Dials>,
+    /// Where choices have time and chance from.
+    pub(crate) surroundings: Surroundings,
 }
 
 impl Pool {

@@ -13,6 +13,7 @@ use crate::handoff::HandedOff;
 use crate::pool::peer::{InFlight, Peer};
 use crate::routing::candidates::{Wanted, beginning};
 use crate::routing::decide::Stays;
+use crate::routing::facts::Computed;
 use crate::routing::prefix::{Chunks, Matched};
 use crate::routing::score::Cost;
 use crate::routing::settings::Policy;
@@ -168,16 +169,16 @@ impl Core {
         took: Duration,
     ) {
         let Some(tokens) = hand_off.prompt_tokens else { return };
-        let bytes = order.request.prompt_bytes();
-        let estimated = self.pool.token_size.tokens(bytes) as u64;
-        self.pool.token_size.learn(bytes, tokens);
-        let uncached = tokens.saturating_sub(hand_off.part.cached_tokens.unwrap_or(0));
-        let ahead = waiting.saturating_sub(estimated);
-        if uncached > 0 {
-            peer.routing.prefilled(ahead + uncached, took);
-        }
         let engine = self.registry.engine(&hand_off.engine_id);
         let each = engine.map_or(0, |engine| engine.bytes_per_block());
-        peer.routing.handed_off(tokens, each.saturating_mul(hand_off.blocks as u64));
+        let computed = Computed {
+            prompt_bytes: order.request.prompt_bytes(),
+            tokens,
+            cached: hand_off.part.cached_tokens.unwrap_or(0),
+            waiting,
+            took,
+            kv_bytes: each.saturating_mul(hand_off.blocks as u64),
+        };
+        computed.learnt_of(peer, &self.pool.token_size);
     }
 }

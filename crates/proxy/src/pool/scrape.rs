@@ -64,11 +64,15 @@ async fn read_one(core: &Core, peer: &Arc<Peer>) {
         Ok(Err(error)) => return tracing::debug!(peer = %peer.id, %error, "the metrics page was not read"),
         Err(_late) => return tracing::debug!(peer = %peer.id, "the metrics page did not come in time"),
     };
-    let text = String::from_utf8_lossy(&page);
+    was_read(&core.pool, peer, &String::from_utf8_lossy(&page), Instant::now());
+}
+
+/// Keeps what a peer's page said.
+pub(crate) fn was_read(pool: &Pool, peer: &Arc<Peer>, page: &str, at: Instant) {
     let before = peer.load.load_full();
-    if let Some(mut load) = EngineLoad::read(&text, peer.spec.dp_rank, before.as_deref(), Instant::now()) {
+    if let Some(mut load) = EngineLoad::read(page, peer.spec.dp_rank, before.as_deref(), at) {
         load.ours = peer.in_flight() as u64;
-        remember_as_much(&core.pool, peer, &load);
+        remember_as_much(pool, peer, &load);
         peer.load.store(Some(Arc::new(load)));
     }
 }

@@ -202,7 +202,7 @@ impl Pool {
                 break;
             }
             let before = seats.len();
-            add(&from[rand::random_range(0..from.len())], &mut seats);
+            add(&from[self.surroundings.below(from.len())], &mut seats);
             drawn += seats.len() - before;
         }
         seats

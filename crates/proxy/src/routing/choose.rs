@@ -150,7 +150,7 @@ impl Pool {
             factor: wanted.settings.load_factor,
             key,
         });
-        pick(policy, among, keyed.as_ref(), |count| rand::random_range(0..count))
+        pick(policy, among, keyed.as_ref(), |count| self.surroundings.below(count))
     }
 
     /// A pair for a request, if there is one that can hand off. Whether the decode engine alone had better have it
@@ -158,7 +158,7 @@ impl Pool {
     pub(crate) fn choose_pair(&self, wanted: &Wanted<'_>, rule: &Disaggregation) -> Option<Chosen> {
         let roster = self.roster();
         for _ in 0..TRIES {
-            let table = self.table(wanted, &roster, Instant::now());
+            let table = self.table(wanted, &roster, self.surroundings.now());
             let best = self.best(&table, wanted, &roster)?;
             let (d, d_facts) = &table.decode[best.decode];
             let (p, p_facts) = &table.prefill[best.prefill];
@@ -197,7 +197,7 @@ impl Pool {
         let policy =
             if policy == Policy::Joint && partner.is_some() { Policy::PrefixAffinity } else { policy };
         for _ in 0..TRIES {
-            let now = Instant::now();
+            let now = self.surroundings.now();
             let mut seats = self.seats(stage, wanted, &roster, now);
             seats.retain(|seat| fits(seat.peer));
             let Some(first_tier) = seats.iter().map(Seat::tier).min() else { break };
