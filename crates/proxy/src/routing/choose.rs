@@ -250,7 +250,7 @@ impl Pool {
         let must_list = model.is_some_and(|model| roster.must_list(stage, model));
         let asked = Asked { model, endpoint: None, tried, must_list: false, share: None };
         loop {
-            let mut seats = self.all_seats(stage, &asked, &roster, self.turn(stage), Instant::now());
+            let mut seats = self.all_seats(stage, &asked, &roster, self.turn(stage), self.surroundings.now());
             if seats.is_empty() {
                 return Err(ProxyError::NoPeer(stage));
             }
