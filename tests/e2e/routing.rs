@@ -1,5 +1,9 @@
 //! Which engines requests go to: policies, why a pair was chosen, and requests that stay on one engine.
 
+use std::cell::Cell;
+use std::time::Duration;
+
+use engine_sim::{EngineConfig, Role};
 use kvbaton::config::Config;
 use kvbaton_proxy::{DisaggregationMode, LabelCost, Policy};
 use serde_json::json;
@@ -37,6 +41,43 @@ async fn taking_turns_gives_each_engine_its_part() {
         assert_eq!(counts(&cluster), [[4, 4], [4, 4]], "{policy:?}");
         cluster.finish().await;
     }
+}
+
+/// Equal engines take turns until the router has learnt how long each of them takes.
+#[tokio::test]
+async fn a_slow_prefill_engine_gets_fewer_requests_once_that_is_learnt() {
+    let made = Cell::new(0);
+    let first_is_slow = move |config: &mut EngineConfig| {
+        made.set(made.get() + 1);
+        let is_slow = config.role == Role::Prefill && made.get() == 1;
+        config.prefill_time_per_token = Duration::from_micros(if is_slow { 8000 } else { 20 });
+    };
+    let cluster = Cluster::builder().prefill(2).decode(2).engine(first_is_slow).start().await;
+    // Each with a beginning of its own, so that nothing is cached.
+    let send = async |number: usize| {
+        let answer = cluster.post(COMPLETIONS, &completion(&format!("{number} {PROMPT}"), 2)).await;
+        assert_eq!(answer.status, 200, "{answer:?}");
+    };
+    for number in 0..10 {
+        send(number).await;
+    }
+    let [learnt, _] = counts(&cluster);
+    assert!(learnt[0] >= 3, "it had its turns as long as nothing was known: {learnt:?}");
+    for number in 10..20 {
+        send(number).await;
+    }
+    let [of_prefill, _] = counts(&cluster);
+    let slow = of_prefill[0] - learnt[0];
+    assert!(slow <= 2, "{slow} of ten went to the slow one: {of_prefill:?}");
+    let shown = cluster.get("/admin/explain?model=sim&prompt_tokens=80").await.json();
+    let cheapest = |prefill: &str| {
+        let pairs = shown["pairs"].as_array().unwrap().iter();
+        let costs =
+            pairs.filter(|pair| pair["prefill"] == prefill).map(|pair| pair["total"].as_f64().unwrap());
+        costs.fold(f64::INFINITY, f64::min)
+    };
+    assert!(cheapest("prefill-1") > 2.0 * cheapest("prefill-2"), "{shown}");
+    cluster.finish().await;
 }
 
 #[tokio::test]
@@ -77,8 +118,7 @@ async fn a_model_can_have_policies_of_its_own() {
 async fn an_explanation_names_the_pair_its_cost_and_who_was_ruled_out() {
     let cluster = cluster(|config| {
         config.routing.explain_header = true;
-        config.routing.locality =
-            vec![LabelCost { label: "zone".into(), cost: std::time::Duration::from_secs(5) }];
+        config.routing.locality = vec![LabelCost { label: "zone".into(), cost: Duration::from_secs(5) }];
         for (list, zones) in [(&mut config.prefill, ["a", "b"]), (&mut config.decode, ["a", "a"])] {
             for (peer, zone) in list.iter_mut().zip(zones) {
                 peer.labels.insert("zone".to_owned(), zone.to_owned());

@@ -43,8 +43,8 @@ pub use operator::{OperatorState, PeerPlace};
 use origin::Origin;
 pub use pairing::Verdict;
 use pairing::{ByAddress, Identity};
+use peer::Peer;
 pub use peer::{Authorization, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Role, is_host};
-use peer::{InFlight, Peer};
 pub use readiness::Readiness;
 pub use standing::Restarts;
 use standing::Standing;
@@ -53,7 +53,7 @@ use tokio::time::Instant;
 pub use writers::Writers;
 
 use crate::dial::Dials;
-use crate::error::{ProxyError, Stage};
+use crate::error::Stage;
 use crate::registry::{Registry, canonical_base_url};
 use crate::request::Endpoint;
 use crate::routing::facts::TokenSize;
@@ -346,68 +346,6 @@ impl Pool {
             let rules = self.pairing.load();
             pairing::judge(&Facts::of(prefill), &Facts::of(decode), &rules).allows(rules.unknown)
         })
-    }
-
-    /// The least busy open peer of a stage that fits and lists the model. When no fitting peer lists
-    /// it and some have not told what they serve, any fitting one: the engine answers in its own words whether it
-    /// has the model.
-    ///
-    /// `tried` are those that have failed this request already.
-    ///
-    /// # Errors
-    /// [`ProxyError::NoPeer`] when none is open, [`ProxyError::NoCompatiblePair`] when none of those
-    /// that are open fits.
-    pub(crate) fn choose(
-        &self,
-        stage: Stage,
-        model: Option<&str>,
-        tried: &[Arc<Peer>],
-        fits: impl Fn(&Peer) -> bool,
-    ) -> Result<InFlight, ProxyError> {
-        let snapshot = self.snapshot.load();
-        let peers = snapshot.of(stage);
-        let turn = self.turns[stage as usize].fetch_add(1, Ordering::Relaxed);
-        let start = if peers.is_empty() { 0 } else { turn % peers.len() };
-        let ready: Vec<&Arc<Peer>> = peers[start..]
-            .iter()
-            .chain(&peers[..start])
-            .filter(|peer| peer.is_open() && peer.may_have(model))
-            .filter(|peer| !tried.iter().any(|other| Arc::ptr_eq(other, peer)))
-            .collect();
-        let now = Instant::now();
-        let mut sound: Vec<&Arc<Peer>> =
-            ready.iter().copied().filter(|peer| peer.health.is_sound(now)).collect();
-        // Where so many fail, the cause is hardly theirs, and the others could not carry it all.
-        if (sound.len() as f64) < self.breaker.load().floor * ready.len() as f64 {
-            sound.clear();
-        }
-        let least_busy = |among: &[&Arc<Peer>], lists: &dyn Fn(&Peer) -> bool| {
-            let fitting = among.iter().copied().filter(|peer| lists(peer) && fits(peer));
-            fitting.min_by_key(|peer| peer.health.weigh(peer.in_flight(), now)).cloned()
-        };
-        let first = |lists: &dyn Fn(&Peer) -> bool| match least_busy(&sound, lists) {
-            Some(peer) => Some((peer, false)),
-            None => least_busy(&ready, lists).map(|peer| (peer, true)),
-        };
-        let serving = model.and_then(|model| first(&|peer| peer.serves(model)));
-        let must_list = model.is_some_and(|model| self.roster().must_list(stage, model));
-        let any = || if must_list { None } else { first(&|_| true) };
-        let entered = match serving.or_else(any) {
-            Some((peer, true)) => peer.enter(),
-            Some((peer, false)) => match peer.try_enter() {
-                Some(entered) => entered,
-                // Another request took the last trial between the look and the step in.
-                None => return self.choose(stage, model, tried, fits),
-            },
-            None if ready.is_empty() => return Err(ProxyError::NoPeer(stage)),
-            None => return Err(ProxyError::NoCompatiblePair),
-        };
-        if entered.peer.standing.is_open() {
-            return Ok(entered);
-        }
-        // It was closed between the look and the step in; whoever closed it may not have seen this.
-        drop(entered);
-        self.choose(stage, model, tried, fits)
     }
 
     /// Whose turn it is among the peers of a stage.

@@ -1,5 +1,7 @@
 //! One engine of the fleet: what the operator said of it, what was observed, what is in flight.
 
+mod in_flight;
+
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -14,7 +16,7 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 use tokio::time::Instant;
 
-use super::breaker::{BreakerSettings, Ticket};
+use super::breaker::BreakerSettings;
 use super::health::{Health, HealthView};
 use super::load::{EngineLoad, EngineLoadView};
 use super::pairing::Identity;
@@ -30,6 +32,7 @@ use crate::side_channel::channels::{Channels, SideChannelView};
 use crate::upstream::X_DATA_PARALLEL_RANK;
 use crate::warm_up::Warmth;
 use crate::wire::Place;
+pub(crate) use in_flight::InFlight;
 
 /// Most engine ids that are remembered of one peer: its data-parallel ranks, and some restarts.
 const MAX_ENGINE_IDS: usize = 256;
@@ -373,20 +376,6 @@ impl Peer {
         self.met.write().clear();
     }
 
-    /// Counts one exchange until the guard is dropped.
-    pub(crate) fn enter(self: &Arc<Self>) -> InFlight {
-        let ticket = self.health.enter(true);
-        self.in_flight.fetch_add(1, Ordering::SeqCst);
-        InFlight { peer: Arc::clone(self), ticket, tokens: 0 }
-    }
-
-    /// As [`Peer::enter`], unless its breaker is shut.
-    pub(crate) fn try_enter(self: &Arc<Self>) -> Option<InFlight> {
-        let ticket = self.health.enter(false)?;
-        self.in_flight.fetch_add(1, Ordering::SeqCst);
-        Some(InFlight { peer: Arc::clone(self), ticket: Some(ticket), tokens: 0 })
-    }
-
     pub(crate) fn view(&self, notifier: &Notifier) -> PeerView {
         let generation = self.generation();
         let observed = self.observed.read();
@@ -422,36 +411,6 @@ impl Peer {
             load: self.load.load().as_ref().map(|load| load.view()),
             notify,
         }
-    }
-}
-
-/// One exchange in flight with a peer; ends when dropped.
-#[derive(Debug)]
-pub(crate) struct InFlight {
-    pub(crate) peer: Arc<Peer>,
-    ticket: Option<Ticket>,
-    /// Prompt tokens that wait with it.
-    tokens: u64,
-}
-
-impl InFlight {
-    /// The peer computes a prompt of so many tokens.
-    pub(crate) fn with_prompt(mut self, tokens: f64) -> Self {
-        let tokens = tokens as u64;
-        self.peer.routing.enter(tokens);
-        self.tokens += tokens;
-        self
-    }
-}
-
-impl Drop for InFlight {
-    fn drop(&mut self) {
-        if let Some(ticket) = self.ticket {
-            self.peer.health.leave(ticket);
-        }
-        self.peer.routing.leave(self.tokens);
-        self.peer.in_flight.fetch_sub(1, Ordering::SeqCst);
-        self.peer.standing.moved.notify_waiters();
     }
 }
 

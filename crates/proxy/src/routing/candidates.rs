@@ -49,7 +49,34 @@ pub(crate) struct Wanted<'a> {
     pub(crate) tried: [&'a [Arc<Peer>]; 2],
 }
 
-impl Wanted<'_> {
+/// Whom a request asks of one stage.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Asked<'a> {
+    pub(crate) model: Option<&'a str>,
+    /// Where a prefill engine must hand off, if that matters.
+    pub(crate) endpoint: Option<Endpoint>,
+    /// Those that have failed it already.
+    pub(crate) tried: &'a [Arc<Peer>],
+    /// Whether only peers that list the model can have it.
+    pub(crate) must_list: bool,
+    /// Those that should have it, where not all should.
+    pub(crate) share: Option<&'a [Arc<Peer>]>,
+}
+
+impl<'a> Wanted<'a> {
+    fn asked<'b>(&self, stage: Stage, roster: &'b Roster) -> Asked<'b>
+    where
+        'a: 'b,
+    {
+        Asked {
+            model: self.model,
+            endpoint: Some(self.endpoint),
+            tried: self.tried[stage as usize],
+            must_list: self.model.is_some_and(|model| roster.must_list(stage, model)),
+            share: roster.share(stage, self.model),
+        }
+    }
+
     /// Prompt tokens that a peer probably has cached.
     pub(crate) fn cached(&self, peer: &Peer) -> f64 {
         self.seen.of(peer.routing.key) as f64 / self.token_bytes
@@ -92,12 +119,23 @@ impl Pool {
                 return few;
             }
         }
+        self.all_seats(stage, &wanted.asked(stage, roster), roster, turn, now)
+    }
+
+    /// All of them, however many there are.
+    pub(crate) fn all_seats<'a>(
+        &self,
+        stage: Stage,
+        asked: &Asked<'_>,
+        roster: &'a Roster,
+        turn: usize,
+        now: Instant,
+    ) -> Vec<Seat<'a>> {
+        let all = roster.snapshot.of(stage);
         let start = if all.is_empty() { 0 } else { turn % all.len() };
         let turned = all[start..].iter().chain(&all[..start]);
-        let must_list = must_list(stage, wanted, roster);
-        let mut seats: Vec<Seat<'a>> =
-            turned.filter_map(|peer| seat(stage, peer, wanted, must_list, now)).collect();
-        if let Some(share) = roster.share(stage, wanted.model) {
+        let mut seats: Vec<Seat<'a>> = turned.filter_map(|peer| seat(stage, peer, asked, now)).collect();
+        if let Some(share) = asked.share {
             let is_in = |seat: &Seat<'_>| share.iter().any(|peer| Arc::ptr_eq(peer, seat.peer));
             // Where none of those can have it that should, others do.
             if seats.iter().any(|seat| seat.sound && is_in(seat)) {
@@ -123,16 +161,16 @@ impl Pool {
     ) -> Vec<Seat<'a>> {
         let all = roster.snapshot.of(stage);
         let serving = wanted.model.map_or(&[][..], |model| roster.serving(stage, model));
+        let asked = wanted.asked(stage, roster);
         let from = match roster.share(stage, wanted.model) {
             Some(share) => share,
             None if serving.is_empty() => all,
             None => serving,
         };
-        let must_list = must_list(stage, wanted, roster);
         let mut seats: Vec<Seat<'a>> = Vec::with_capacity(DRAWN + FEW);
         let add = |peer: &'a Arc<Peer>, seats: &mut Vec<Seat<'a>>| {
             if !seats.iter().any(|seat| Arc::ptr_eq(seat.peer, peer)) {
-                seats.extend(seat(stage, peer, wanted, must_list, now));
+                seats.extend(seat(stage, peer, &asked, now));
             }
         };
         for step in 0..FEW.min(from.len()) {
@@ -180,27 +218,16 @@ impl Pool {
     }
 }
 
-/// Whether only peers that list the model can have the request.
-fn must_list(stage: Stage, wanted: &Wanted<'_>, roster: &Roster) -> bool {
-    wanted.model.is_some_and(|model| roster.must_list(stage, model))
-}
-
-fn seat<'a>(
-    stage: Stage,
-    peer: &'a Arc<Peer>,
-    wanted: &Wanted<'_>,
-    must_list: bool,
-    now: Instant,
-) -> Option<Seat<'a>> {
-    let tried = wanted.tried[stage as usize];
-    if !peer.is_open() || !peer.may_have(wanted.model) || tried.iter().any(|other| Arc::ptr_eq(other, peer)) {
+fn seat<'a>(stage: Stage, peer: &'a Arc<Peer>, asked: &Asked<'_>, now: Instant) -> Option<Seat<'a>> {
+    let has_failed = || asked.tried.iter().any(|other| Arc::ptr_eq(other, peer));
+    if !peer.is_open() || !peer.may_have(asked.model) || has_failed() {
         return None;
     }
-    if stage == Stage::Prefill && !peer.hands_off_on(wanted.endpoint) {
+    if stage == Stage::Prefill && asked.endpoint.is_some_and(|endpoint| !peer.hands_off_on(endpoint)) {
         return None;
     }
-    let serves = wanted.model.is_none_or(|model| peer.serves(model));
-    if must_list && !serves {
+    let serves = asked.model.is_none_or(|model| peer.serves(model));
+    if asked.must_list && !serves {
         return None;
     }
     Some(Seat {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
-use super::candidates::{Seat, Wanted};
+use super::candidates::{Asked, Seat, Wanted};
 use super::decide::{self, Stays};
 use super::facts;
 use super::pick::{Candidate, Keyed, most_alike, pick};
@@ -226,6 +226,40 @@ impl Pool {
             }
         }
         self.choose(stage, wanted.model, wanted.tried[stage as usize], fits)
+    }
+}
+
+impl Pool {
+    /// The least busy open peer of a stage that fits and lists the model. When no fitting peer lists
+    /// it and some have not told what they serve, any fitting one: the engine answers in its own words whether it
+    /// has the model.
+    ///
+    /// `tried` are those that have failed this request already.
+    ///
+    /// # Errors
+    /// [`ProxyError::NoPeer`] when none is open, [`ProxyError::NoCompatiblePair`] when none of those
+    /// that are open fits.
+    pub(crate) fn choose(
+        &self,
+        stage: Stage,
+        model: Option<&str>,
+        tried: &[Arc<Peer>],
+        fits: impl Fn(&Peer) -> bool,
+    ) -> Result<InFlight, ProxyError> {
+        let roster = self.roster();
+        let must_list = model.is_some_and(|model| roster.must_list(stage, model));
+        let asked = Asked { model, endpoint: None, tried, must_list: false, share: None };
+        loop {
+            let mut seats = self.all_seats(stage, &asked, &roster, self.turn(stage), self.surroundings.now());
+            if seats.is_empty() {
+                return Err(ProxyError::NoPeer(stage));
+            }
+            seats.retain(|seat| fits(seat.peer) && (seat.serves || !must_list));
+            let best = seats.iter().min_by_key(|seat| (seat.tier(), seat.load));
+            if let Some(entered) = let_in(best.ok_or(ProxyError::NoCompatiblePair)?) {
+                return Ok(entered);
+            }
+        }
     }
 }
 

@@ -4,11 +4,14 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::time::Instant;
+
 use super::candidates::Wanted;
 use super::choose::Chosen;
 use super::prefix::Matched;
 use super::settings::{Disaggregation, DisaggregationMode, Policy, RoutingSettings};
 use crate::dial::Dials;
+use crate::error::{ProxyError, Stage};
 use crate::pool::Pool;
 use crate::pool::peer::{Peer, PeerSpec, PeerState, Role, ServedModel};
 use crate::registry::{Registry, RegistryLimits};
@@ -140,4 +143,42 @@ async fn a_slower_or_busier_engine_is_passed_over_and_a_short_prompt_stays() {
     let auto = Disaggregation { mode: DisaggregationMode::Auto, ..Disaggregation::default() };
     let chosen = pool.choose_pair(&wanted, &auto).unwrap();
     assert!(chosen.prefill.is_none() && chosen.stays.is_some());
+}
+
+#[tokio::test]
+async fn one_peer_is_chosen_by_its_list_its_health_and_its_turn() {
+    let pool = fleet(10);
+    let choose = |model, tried: &[Arc<Peer>], fits: &dyn Fn(&Peer) -> bool| {
+        pool.choose(Stage::Decode, model, tried, fits).map(|entered| Arc::clone(&entered.peer))
+    };
+    let turns: std::collections::BTreeSet<_> =
+        (0..10).map(|_| choose(None, &[], &|_| true).unwrap().id.clone()).collect();
+    assert_eq!(turns.len(), 10, "equally busy peers take turns: {turns:?}");
+    let rare = choose(Some("rare"), &[], &|_| true).unwrap();
+    assert!(lists(&rare, "rare"));
+    // All have told what they serve: where the only one that lists it has failed, or does not fit, there is nobody.
+    let tried = [Arc::clone(&rare)];
+    assert!(matches!(choose(Some("rare"), &tried, &|_| true), Err(ProxyError::NoCompatiblePair)));
+    assert!(matches!(
+        choose(Some("rare"), &[], &|peer| peer.id != rare.id),
+        Err(ProxyError::NoCompatiblePair)
+    ));
+    // Who has failed too often comes after the others.
+    let failed = choose(Some("common"), &[], &|_| true).unwrap();
+    while failed.health.is_sound(Instant::now()) {
+        failed.blamed();
+    }
+    assert!((0..20).all(|_| choose(Some("common"), &[], &|_| true).unwrap().id != failed.id));
+    assert_eq!(choose(Some("common"), &[], &|peer| peer.id == failed.id).unwrap().id, failed.id);
+    // What nobody lists, somebody may have who has not told what it serves.
+    assert!(matches!(choose(Some("new"), &[], &|_| true), Err(ProxyError::NoCompatiblePair)));
+    failed.observed.write().models = [].into();
+    pool.relearn();
+    pool.learn(&Registry::new(RegistryLimits::default()));
+    assert_eq!(choose(Some("new"), &[], &|peer| peer.id == failed.id).unwrap().id, failed.id);
+    assert!(matches!(choose(None, &[], &|_| false), Err(ProxyError::NoCompatiblePair)));
+    for peer in pool.all() {
+        peer.standing.set_drained(true);
+    }
+    assert!(matches!(choose(None, &[], &|_| true), Err(ProxyError::NoPeer(Stage::Decode))));
 }
