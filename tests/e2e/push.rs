@@ -244,9 +244,11 @@ async fn a_client_leaves_in_the_middle_of_a_stream() {
 }
 
 #[tokio::test]
-async fn engines_of_both_modes_are_kept_apart_and_responses_stay_whole() {
+async fn responses_are_not_handed_off_and_operators_see_the_mode() {
     let cluster = pushing().start().await;
-    let answer = cluster.post("/v1/responses", &json!({"model": "sim", "input": PROMPT})).await;
+    let answer = cluster
+        .post("/v1/responses", &json!({"model": "sim", "input": PROMPT, "max_output_tokens": 4}))
+        .await;
     assert_eq!(answer.status, 200, "{answer:?}");
     assert!(generations(cluster.p()).is_empty(), "there engines would not find each other");
     let peers = cluster.get("/admin/peers").await.json();
