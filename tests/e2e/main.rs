@@ -21,6 +21,7 @@ mod chaos;
 mod cli;
 mod cors;
 mod credentials;
+mod discovery;
 mod engine_faults;
 mod field_notes;
 mod fleet;
@@ -54,6 +55,7 @@ mod right_answers;
 mod routing;
 mod secrecy;
 mod side_channel;
+mod simulate;
 mod smuggling;
 #[cfg(feature = "etcd")]
 mod store;

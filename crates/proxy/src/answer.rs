@@ -1,9 +1,11 @@
 //! An engine's answer on its way to the client: what kind it is, and what of it the client gets.
 
+use std::sync::LazyLock;
+
 use bytes::Bytes;
 use http::Response;
 use http::header::{CONTENT_TYPE, HeaderMap};
-use memchr::memmem;
+use memchr::memmem::Finder;
 
 use crate::account::Account;
 use crate::request::Endpoint;
@@ -12,7 +14,11 @@ use crate::stream::RelayBody;
 use crate::upstream::response_headers;
 
 /// Where answers count cached tokens; the escape is for whoever spells a key in another way.
-const COUNTS: [&[u8]; 3] = [b"cached_tokens", b"cache_read_input_tokens", b"\\u"];
+static COUNTS: LazyLock<[Finder<'static>; 3]> =
+    LazyLock::new(|| ["cached_tokens", "cache_read_input_tokens", "\\u"].map(Finder::new));
+
+/// Where an answer holds a hand-off.
+pub(crate) static HAND_OFF: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new("kv_transfer_params"));
 
 /// A whole answer of a prefill engine as the client's.
 pub(crate) fn relay_whole(head: Response<()>, answer: Bytes, account: &Account) -> Response<RelayBody> {
@@ -28,10 +34,10 @@ pub(crate) fn relay_whole(head: Response<()>, answer: Bytes, account: &Account) 
 /// must be completed, and cannot be read.
 pub(crate) fn for_client(answer: Bytes, endpoint: Endpoint, told: Told<'_>) -> Option<Spliced> {
     let part = told.part;
-    let must_be_read = memmem::find(&answer, b"kv_transfer_params").is_some()
+    let must_be_read = HAND_OFF.find(&answer).is_some()
         || part.is_some_and(|part| part.prompt_logprobs.is_some() || part.echo.is_some());
     // Most engines count no cached tokens, and then P's answer has nothing to add.
-    let counts = || COUNTS.iter().any(|name| memmem::find(&answer, name).is_some());
+    let counts = || COUNTS.iter().any(|name| name.find(&answer).is_some());
     if !must_be_read && told.model.is_none() && (part.is_none() || !counts()) {
         return Some(Spliced::from(answer));
     }

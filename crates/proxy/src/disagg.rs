@@ -24,7 +24,7 @@ use crate::pool::peer::{InFlight, Peer};
 use crate::request::{BypassReason, ClientRequest, Endpoint};
 use crate::request_id::RequestId;
 use crate::retry::{self, Verdict};
-use crate::routing::settings::DisaggregationMode;
+use crate::routing::settings::{DisaggregationMode, Policy};
 use crate::settings::Settings;
 use crate::splice::Spliced;
 use crate::stream::RelayBody;
@@ -57,6 +57,8 @@ pub struct Order {
     pub(crate) shows: Option<Bytes>,
     /// As they were when the request was read: a reload does not change them under it.
     pub(crate) settings: Arc<Settings>,
+    /// How its prefill and its decode engine are chosen.
+    pub(crate) policies: [Policy; 2],
     /// What is still done for it after its end has a span there too.
     pub(crate) trace: Trace,
 }
@@ -137,7 +139,8 @@ impl Core {
             settings.admission.check_size(&request)?;
             let (model, stream) = (request.model(), request.wants_stream());
             exchange.account.read(model, stream, bytes, exchange.client.key.as_ref());
-            Ok(Order { request, shows, settings, trace: exchange.account.trace().clone() })
+            let policies = settings.routing.policies(Some(model));
+            Ok(Order { request, shows, settings, policies, trace: exchange.account.trace().clone() })
         });
         read.inspect_err(|_| exchange.account.failed(Outcome::ClientError))
     }
@@ -174,7 +177,7 @@ impl Core {
         self.admit(settings, Some(&order.request), exchange).await?;
         exchange.account.step(Step::Admitted);
         tries.chunks = self.chunks_of(order);
-        tries.cached = self.cached_by_events(order).await;
+        tries.cached = self.cached_by_events(&order.request, order.policies).await;
         // Both at once: without a D, a prefill would only strand blocks.
         let mut first = FirstChoice::default();
         let choose = || self.choose_both(order, exchange, &tries, &mut first);

@@ -9,6 +9,7 @@ mod client;
 mod connection;
 mod dial;
 mod disagg;
+mod discovery;
 mod error;
 mod fleet;
 mod flow;
@@ -16,7 +17,6 @@ mod flow;
 pub mod fuzzing;
 mod handoff;
 mod held;
-pub mod json;
 mod lease;
 mod ledger;
 mod made_by;
@@ -38,6 +38,7 @@ mod retry;
 pub mod routing;
 mod settings;
 mod side_channel;
+pub mod simulated;
 pub mod splice;
 mod store;
 mod stream;
@@ -63,10 +64,15 @@ pub use admission::{AdmissionSettings, Busy, BusyReason, BusyScope, NamedLimits,
 pub use client::{Client, ModelScope};
 pub use connection::{EngineTls, public_authorities};
 pub use disagg::{Exchange, Order};
+pub use discovery::{
+    DiscoveryFault, DiscoverySettings, DnsKind, DnsSource, KubernetesSource, PeerScheme, PeerTemplate,
+    PortChoice, SourceFailure, SourceView,
+};
 pub use error::{Broken, Fault, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
 pub use fleet::{DrainEnd, Drained};
 pub use held::{Held, Share};
 pub use kv_connector::fit::EngineTraits;
+pub use kv_connector::json;
 pub use kv_connector::protocol::params::{Generation, TransferMode};
 pub use ledger::{HandOffState, HandOffView};
 pub use metrics::{MetricDoc, MetricsFormat, metric_docs, metrics_table};
@@ -108,6 +114,7 @@ pub use trial::{Trial, TrialResult, UnknownPeer};
 use ledger::Ledger;
 use metrics::Metrics;
 use pool::Pool;
+use pool::origin::Origin;
 use side_channel::SideChannels;
 use store::Storage;
 use timeline::Timelines;
@@ -118,6 +125,7 @@ struct Core {
     /// Read anew by each step that needs them.
     settings: ArcSwap<Settings>,
     pool: Pool,
+    discovery: discovery::Discovery,
     upstream: Upstream,
     held: Held,
     ledger: Ledger,
@@ -186,6 +194,7 @@ impl Proxy {
             registry,
             notifier,
             pool: Pool::new(&settings, upstream.dials().clone()),
+            discovery: discovery::Discovery::default(),
             side_channels: SideChannels::default(),
             kv_events: routing::kv_events::KvEvents::default(),
             models: ArcSwap::default(),
@@ -205,6 +214,7 @@ impl Proxy {
         pool::probe::watch(Arc::clone(&core));
         pool::scrape::watch(Arc::clone(&core));
         fleet::follow(Arc::clone(&core));
+        discovery::start(&core);
         side_channel::start(&core);
         routing::kv_events::start(&core);
         core.tasks.spawn(core.registry.clone().expire_until(core.stop.clone()));
@@ -318,13 +328,23 @@ impl Proxy {
     /// # Errors
     /// The description cannot be used, or such a peer exists.
     pub fn add_peer(&self, spec: PeerSpec) -> Result<PeerView, PeerSpecError> {
-        let peer = self.core.pool.add(spec)?;
+        self.add_peer_of(Origin::Settings, spec)
+    }
+
+    fn add_peer_of(&self, origin: Origin, spec: PeerSpec) -> Result<PeerView, PeerSpecError> {
+        let peer = self.core.pool.add_of(origin, spec)?;
         let view = peer.view(&self.core.notifier);
         if peer.spec.notify {
             self.core.notifier.prepare();
         }
         pool::probe::probe_soon(&self.core, peer);
         Ok(view)
+    }
+
+    /// The sources of engines' addresses.
+    #[must_use]
+    pub fn sources(&self) -> Vec<SourceView> {
+        self.core.source_views()
     }
 
     /// The live hand-offs, oldest first.

@@ -12,6 +12,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use foldhash::fast::RandomState;
 use parking_lot::RwLock;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::registry::Registry;
@@ -45,7 +46,7 @@ pub fn metric_docs() -> Vec<MetricDoc> {
 pub(crate) struct Metrics {
     registry: Registry,
     table: Table,
-    models: RwLock<HashMap<Arc<str>, Arc<OfModel>>>,
+    models: RwLock<HashMap<Arc<str>, Arc<OfModel>, RandomState>>,
     other: Arc<OfModel>,
 }
 

@@ -2,6 +2,7 @@
 
 mod adopt;
 pub(crate) mod breaker;
+mod discovered;
 mod exchange;
 mod glance;
 pub(crate) mod health;
@@ -9,6 +10,7 @@ pub(crate) mod load;
 pub(crate) mod matrix;
 mod models;
 pub(crate) mod operator;
+pub(crate) mod origin;
 mod outcome;
 pub(crate) mod pairing;
 pub(crate) mod peer;
@@ -29,6 +31,7 @@ use parking_lot::Mutex;
 
 pub(crate) use adopt::Adopted;
 pub use breaker::{BreakerSettings, BreakerState};
+pub(crate) use discovered::Discovered;
 use health::Health;
 pub use health::HealthView;
 pub use load::EngineLoadView;
@@ -37,12 +40,14 @@ pub use matrix::{PairView, QuarantineView};
 pub use models::ModelList;
 use operator::Operator;
 pub use operator::{OperatorState, PeerPlace};
+use origin::Origin;
 pub use pairing::Verdict;
 use pairing::{ByAddress, Identity};
 pub use peer::{Authorization, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Role, is_host};
 use peer::{InFlight, Peer};
 pub use readiness::Readiness;
 pub use standing::Restarts;
+use standing::Standing;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 pub use writers::Writers;
@@ -54,6 +59,7 @@ use crate::request::Endpoint;
 use crate::routing::facts::TokenSize;
 use crate::routing::prefix::PrefixTree as Prefixes;
 use crate::routing::roster::{Ratios, Roster};
+use crate::routing::surroundings::Surroundings;
 use crate::settings::{Pairing, Settings};
 use crate::warm_up::Turn;
 
@@ -124,6 +130,8 @@ pub(crate) struct Pool {
     /// How many bytes of a prompt make a token.
     pub(crate) token_size: TokenSize,
     dials: Option<Dials>,
+    /// Where choices have time and chance from.
+    pub(crate) surroundings: Surroundings,
 }
 
 impl Pool {
@@ -161,29 +169,37 @@ impl Pool {
         peer
     }
 
-    /// Adds a peer; it takes requests after its first good probe.
+    /// Adds a peer as the settings do.
+    #[cfg(test)]
+    pub(crate) fn add(&self, spec: PeerSpec) -> Result<Arc<Peer>, PeerSpecError> {
+        self.add_of(Origin::Settings, spec)
+    }
+
+    /// Adds a peer that somebody names; it takes requests after its first good probe.
     ///
     /// # Errors
     /// The description cannot be used, or such a peer exists.
-    pub(crate) fn add(&self, spec: PeerSpec) -> Result<Arc<Peer>, PeerSpecError> {
+    pub(crate) fn add_of(&self, origin: Origin, spec: PeerSpec) -> Result<Arc<Peer>, PeerSpecError> {
         let mut numbers = self.changes.lock();
         let current = self.snapshot.load();
         let id = match &spec.name {
             Some(name) => checked_name(name)?,
             None => numbered(&current, &mut numbers, spec.role),
         };
-        // Who came by registration gives way to whoever is named.
+        // Whom nobody named gives way to whoever is named.
         let is_here = |peer: &Arc<Peer>| is_same_place(&peer.spec, &spec);
-        let twin = current
-            .all()
-            .find(|peer| (peer.id == id || is_here(peer)) && !(peer.standing.is_adopted() && is_here(peer)));
+        let twin = current.all().find(|peer| {
+            (peer.id == id || is_here(peer)) && !(peer.standing.origin().gives_way() && is_here(peer))
+        });
         if let Some(twin) = twin {
             return Err(PeerSpecError::Exists { id: twin.id.clone() });
         }
         let mut next = Snapshot::clone(&current);
         next.prefill.retain(|peer| !is_here(peer));
         next.decode.retain(|peer| !is_here(peer));
-        let peer = Arc::new(self.watched(Peer::new(id, spec)?));
+        let mut peer = self.watched(Peer::new(id, spec)?);
+        peer.standing = Standing::of(origin);
+        let peer = Arc::new(peer);
         if self.pairing.load().warm_up {
             peer.warmth.cool();
         }

@@ -47,7 +47,7 @@ impl Proxy {
         core.pool.set_writers(settings.writers.clone());
         core.pool.set_pairing(settings.pairing.clone());
         core.take_models(&settings.models);
-        let adopts = settings.pairing.adopt_registered;
+        let (adopts, discovery) = (settings.pairing.adopt_registered, settings.discovery.clone());
         core.settings.store(Arc::new(settings));
         let ids = |peers: &[Arc<crate::pool::peer::Peer>]| peers.iter().map(|peer| peer.id.clone()).collect();
         let changes = PeerChanges {
@@ -64,6 +64,7 @@ impl Proxy {
             }
             probe::probe_soon(core, peer);
         }
+        core.discover_from(&discovery);
         if adopts {
             core.adopt();
         }

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::admission::AdmissionSettings;
 use crate::connection::EngineTls;
+use crate::discovery::DiscoverySettings;
 use crate::models::ModelSettings;
 use crate::pool::{BreakerSettings, Writers};
 use crate::registry_address::RegistryAddress;
@@ -35,6 +36,8 @@ pub struct Settings {
     pub admission: AdmissionSettings,
     /// Which engines are paired.
     pub pairing: Pairing,
+    /// Where engines' addresses come from beside the settings.
+    pub discovery: DiscoverySettings,
     /// The engines' ZMQ side channels.
     pub side_channel: SideChannelSettings,
     /// What engines tell of their prefix caches.

@@ -1,15 +1,15 @@
 //! The gauges that are set when somebody looks: the fleet, its health, the registry, the store, what waits.
 //! The peers' are the only ones that name peers, by their ids.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Metrics;
 use super::list::{
-    EngineLabels, ModelLabel, OperationLabels, PairLabels, PeerLabel, PeerLabels, ResultLabel, StageLabel,
-    StateLabel,
+    EngineLabels, ModelLabel, OperationLabels, PairLabels, PeerLabel, PeerLabels, ResultLabel, SourceLabel,
+    StageLabel, StateLabel,
 };
 use crate::admission::Counts;
 use crate::error::Stage;
@@ -71,6 +71,20 @@ impl Metrics {
             let count = i64::try_from(count).unwrap_or(i64::MAX);
             self.table.restarts.get_or_create(&StageLabel { stage: stage.label() }).inc_by(count);
         }
+    }
+
+    /// Takes in how many peers each source found.
+    pub(crate) fn discovered(&self, counts: &BTreeMap<Arc<str>, usize>) {
+        self.table.discovery_peers.clear();
+        for (source, count) in counts {
+            let label = SourceLabel { source: Arc::clone(source) };
+            self.table.discovery_peers.get_or_create(&label).set(number(*count));
+        }
+    }
+
+    /// A source could not be asked, or only by half.
+    pub(crate) fn discovery_failed(&self, source: &Arc<str>) {
+        self.table.discovery_failures.get_or_create(&SourceLabel { source: Arc::clone(source) }).inc();
     }
 
     /// Takes in how many pairs there are of each verdict, and whether they are used.

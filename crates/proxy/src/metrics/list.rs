@@ -28,6 +28,7 @@ labels! {
     OperationLabels { operation: &'static str, result: &'static str }
     PairLabels { verdict: &'static str, used: &'static str }
     StateLabel { state: &'static str }
+    SourceLabel { source: Arc<str> }
 }
 
 type Number = Gauge<f64, AtomicU64>;
@@ -123,6 +124,10 @@ metrics! {
             "The part of its share of requests that a peer gets, below 1 while it recovers";
         pairs: Family<PairLabels, Gauge>, "pairs",
             "Pairs of a prefill and a decode peer by verdict on their handshake, and whether requests use them";
+        discovery_peers: Family<SourceLabel, Gauge>, "discovery_peers",
+            "Peers that a source of addresses found, by the source; those that leave are counted until they are gone";
+        discovery_failures: Family<SourceLabel, Counter>, "discovery_failures",
+            "Times that a source of addresses could not be asked, or only by half";
         registry_engines: Family<StateLabel, Gauge>, "registry_engines",
             "Engines in the handshake registry by what they say of themselves";
         registry_payload: Gauge, "registry_payload" Bytes,

@@ -35,6 +35,8 @@ pub(crate) struct Wanted<'a> {
     /// Tokens of its prompt, as far as can be estimated.
     pub(crate) prompt_tokens: f64,
     pub(crate) settings: &'a RoutingSettings,
+    /// How its prefill and its decode engine are chosen.
+    pub(crate) policies: [Policy; 2],
     /// The value of the session header.
     pub(crate) session: Option<&'a [u8]>,
     /// The prompt's beginning.
@@ -162,7 +164,7 @@ impl Pool {
                 break;
             }
             let before = seats.len();
-            add(&from[rand::random_range(0..from.len())], &mut seats);
+            add(&from[self.surroundings.below(from.len())], &mut seats);
             drawn += seats.len() - before;
         }
         seats
@@ -170,7 +172,7 @@ impl Pool {
 
     /// What a request is known by to a stage's policy, if that goes by a key.
     pub(crate) fn key_of<'a>(&self, stage: Stage, wanted: &Wanted<'a>) -> Option<&'a [u8]> {
-        match wanted.settings.policies(wanted.model)[stage as usize] {
+        match wanted.policies[stage as usize] {
             Policy::Session => wanted.session,
             Policy::ConsistentHash => Some(wanted.beginning),
             _ => None,

@@ -1,20 +1,20 @@
 //! An engine's event stream on its way to the client, event by event: what it shows of the blocks, and each
 //! event as the client gets it. Holds the beginning of an event until its end has come, and nothing else.
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use bytes::{Bytes, BytesMut};
-use memchr::memmem;
+use memchr::memmem::Finder;
 
+use crate::answer::HAND_OFF;
 use crate::error::Broken;
 use crate::held::Share;
 use crate::request::Endpoint;
 use crate::splice::{PromptPart, Told, client_event};
 
 const DONE: &[u8] = b"data: [DONE]";
-const HAND_OFF: &[u8] = b"kv_transfer_params";
-const USAGE: &[u8] = b"\"usage\"";
-const MODEL: &[u8] = b"\"model\"";
+static USAGE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new("\"usage\""));
+static MODEL: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new("\"model\""));
 /// An event longer than this holds a token.
 const LONGEST_BEGINNING: usize = 16 << 10;
 
@@ -165,9 +165,9 @@ impl Events {
     }
 
     fn is_edited(&self, events: &[u8]) -> bool {
-        memmem::find(events, HAND_OFF).is_some()
-            || self.part.is_some() && memmem::find(events, USAGE).is_some()
-            || self.model.is_some() && memmem::find(events, MODEL).is_some()
+        HAND_OFF.find(events).is_some()
+            || self.part.is_some() && USAGE.find(events).is_some()
+            || self.model.is_some() && MODEL.find(events).is_some()
     }
 
     fn for_client(&self, whole: Bytes) -> Result<Bytes, Broken> {
@@ -190,7 +190,7 @@ impl Events {
     }
 
     fn edit(&self, event: &Bytes, shown: &mut BytesMut) -> Result<(), Broken> {
-        let secret = memmem::find(event, HAND_OFF).is_some();
+        let secret = HAND_OFF.find(event).is_some();
         let edited = data_line(event).and_then(|(start, end)| {
             let data = event.slice(start..end);
             let told = Told { part: self.part.as_ref(), model: self.model.as_ref() };
