@@ -105,6 +105,7 @@ fn schema() -> Table {
     peer.kv_events = Some("tcp://host:1".into());
     peer.kv_events_replay = Some("tcp://host:1".into());
     (peer.tp_size, peer.pp_size, peer.dp_size) = (Some(1), Some(1), Some(1));
+    peer.transfer_mode = Some(kvbaton_proxy::TransferMode::Push);
     peer.front = Some(true);
     peer.registered_by = Some("name".into());
     (peer.lease, peer.abandon_grace) =

@@ -81,7 +81,7 @@ pub(super) fn check(config: &Config, wrong: &mut impl FnMut(&str, String, &str))
 
 #[cfg(test)]
 mod tests {
-    use kvbaton_proxy::{DisaggregationMode, Policy};
+    use kvbaton_proxy::{DisaggregationMode, Policy, TransferMode};
 
     use super::super::{Config, Flags, load};
 
@@ -106,13 +106,18 @@ mod tests {
     }
 
     #[test]
-    fn labels_are_any_names() {
+    fn labels_are_any_names_and_lists_hold_models() {
         let file = std::env::temp_dir().join(format!("kvbaton-labels-{}.toml", std::process::id()));
-        let text = "[[prefill]]\nurl = \"http://a:1\"\nlabels = { zone = \"a\", rack = \"r1\" }\n";
+        let text = "[[prefill]]\nurl = \"http://a:1\"\nlabels = { zone = \"a\", rack = \"r1\" }\n\
+                    transfer_mode = \"push\"\n[[models]]\nname = \"chat\"\naliases = [\"gpt-4\"]\n\
+                    targets = [{ model = \"a\", weight = 9 }, { model = \"b\" }]\npd_ratio = { prefill = 1, decode = 3 }\n";
         std::fs::write(&file, text).unwrap();
         let config = load(&Flags { config: Some(file.clone()), ..Flags::default() }, []);
         std::fs::remove_file(file).unwrap();
-        assert_eq!(config.unwrap().prefill[0].labels["rack"], "r1");
+        let config = config.unwrap();
+        assert_eq!(config.prefill[0].labels["rack"], "r1");
+        assert_eq!(config.prefill[0].transfer_mode, Some(TransferMode::Push));
+        assert_eq!((config.models[0].targets[0].weight, config.models[0].targets[1].weight), (9, 1));
     }
 
     #[test]

@@ -43,6 +43,7 @@ mod notify;
 mod notify_vllm;
 mod observe;
 mod program;
+mod push;
 mod registry;
 mod registry_bench;
 mod registry_tls;

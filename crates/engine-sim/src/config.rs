@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use kv_connector::handshake::RegistryTls;
-use kv_connector::protocol::Generation;
+use kv_connector::protocol::{Generation, TransferMode};
 use kv_connector::regions::Layout;
 use serde::{Deserialize, Serialize};
 use url::Url;
@@ -56,6 +56,10 @@ pub struct EngineConfig {
     pub role: Role,
     /// What moves the KV blocks between engines.
     pub transport: KvTransport,
+    /// Which side of a pair drives the copy.
+    pub transfer_mode: TransferMode,
+    /// How long an announced receive waits for a prefill engine to write (push mode); then its blocks are free.
+    pub push_timeout: Duration,
     /// Connector protocol and vLLM behaviour.
     pub generation: Generation,
     /// The model's name; it also enters the compatibility hash.
@@ -139,6 +143,8 @@ impl Default for EngineConfig {
         Self {
             role: Role::Both,
             transport: KvTransport::Loopback,
+            transfer_mode: TransferMode::Pull,
+            push_timeout: Duration::from_secs(480),
             generation: Generation::V14,
             model: "sim".to_owned(),
             adapters: Vec::new(),

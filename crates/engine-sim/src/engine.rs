@@ -319,5 +319,6 @@ fn scheduler_config(config: &EngineConfig, engine_id: &str, addr: SocketAddr) ->
     let mut scheduler = SchedulerConfig::new(config.generation, engine_id, host, port);
     scheduler.lease = config.lease;
     scheduler.tp_size = config.tp_size;
+    (scheduler.mode, scheduler.push_registration_timeout) = (config.transfer_mode, config.push_timeout);
     scheduler
 }

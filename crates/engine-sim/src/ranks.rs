@@ -6,7 +6,7 @@ use kv_connector::ClockTime;
 use kv_connector::aggregate::{Aggregator, WorkerReport};
 use kv_connector::compat::CompatFactors;
 use kv_connector::error::EngineFatal;
-use kv_connector::protocol::{Generation, TransferMode};
+use kv_connector::protocol::Generation;
 use kv_connector::regions::{LocalGeometry, Region};
 use kv_connector::scheduler::StepMeta;
 use kv_connector::transport::loopback::Faults;
@@ -191,7 +191,7 @@ fn compatibility_hash(config: &EngineConfig) -> String {
         cache_dtype: "auto".to_owned(),
         is_hma_enabled: true,
         speculative_config: None,
-        transfer_mode: TransferMode::Pull,
+        transfer_mode: config.transfer_mode,
     }
     .digest()
 }
@@ -204,6 +204,7 @@ fn worker_config(config: &EngineConfig, engine_id: &str, rank: u32) -> WorkerCon
     worker.is_mla = config.attention == Attention::Mla;
     worker.kv_cache_layout = config.layout().as_str().to_owned();
     worker.enforce_compatibility = config.enforce_compat;
+    (worker.mode, worker.push_registration_timeout) = (config.transfer_mode, config.push_timeout);
     worker.lease = config.lease;
     worker.v2_dies_on_failed_handshake = config.generation == Generation::V2;
     worker

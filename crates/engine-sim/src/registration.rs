@@ -11,7 +11,6 @@ use kv_connector::handshake::{
     Echo, EngineRole, EngineState, EngineTraits, Heartbeat, RankPayload, Receipt, Registration,
     RegistryClient, RegistryError,
 };
-use kv_connector::protocol::params::TransferMode;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -83,7 +82,7 @@ fn traits(config: &EngineConfig, addr: SocketAddr) -> EngineTraits {
         tp_size: Some(config.tp_size),
         pp_size: Some(1),
         dcp_size: Some(1),
-        transfer_mode: Some(TransferMode::Pull),
+        transfer_mode: Some(config.transfer_mode),
         kv_heads: u32::try_from(config.total_kv_heads()).ok(),
         is_mla: Some(config.attention == Attention::Mla),
         permute_received: Some(config.permute_received),

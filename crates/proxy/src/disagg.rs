@@ -2,6 +2,7 @@
 //! The only place that orders the two legs; everything it calls does one thing.
 
 mod first_leg;
+mod push;
 mod second_leg;
 mod tries;
 mod wanted;
@@ -30,6 +31,7 @@ use crate::stream::RelayBody;
 use crate::timeline::Step;
 use crate::trace::Trace;
 use crate::upstream::{Leg, own_headers};
+use push::Both;
 use second_leg::engine_answered;
 use tries::{Stopped, Tries};
 use wanted::FirstChoice;
@@ -86,6 +88,26 @@ impl Order {
         let bypass = self.request.bypass_below(self.settings.hand_off.min_prompt_bytes);
         bypass.or(never.then_some(BypassReason::Never))
     }
+}
+
+/// What a request does next.
+enum Next {
+    /// Its decode leg, with the hand-off if there is one.
+    Send(InFlight, Option<Lease>),
+    /// It looks at what became of that.
+    Sent(Arc<Peer>, Box<Sent>),
+}
+
+/// A decode leg, and whose blocks it was to have.
+struct Sent {
+    prefill: Option<Arc<Peer>>,
+    answer: push::Sent,
+}
+
+/// What a decode leg came to.
+enum Answered {
+    Client(Box<Response<RelayBody>>, MadeBy),
+    Next(Next),
 }
 
 impl Core {
@@ -159,13 +181,24 @@ impl Core {
         // Both at once: without a D, a prefill would only strand blocks.
         let mut first = FirstChoice::default();
         let choose = || self.choose_both(order, exchange, &tries, &mut first);
-        let mut in_flight = exchange.account.choosing(Stage::Decode, choose)?;
+        let in_flight = exchange.account.choosing(Stage::Decode, choose)?;
         tries.stays = first.stays;
         let explained = first.shown(order, exchange, &in_flight.peer);
         exchange.account.step_with(&in_flight.peer, Step::DecodeChosen);
-        let mut lease = self.hand_off(order, exchange, &in_flight.peer, first.prefill, &mut tries).await?;
-        exchange.account.prefilled();
+        let mut next = self.first_try(order, exchange, in_flight, first.prefill, &mut tries).await?;
         loop {
+            let (in_flight, mut lease) = match next {
+                Next::Send(in_flight, lease) => (in_flight, lease),
+                Next::Sent(peer, sent) => {
+                    match self.answered(order, exchange, peer, sent, &mut tries).await? {
+                        Answered::Client(response, made_by) => {
+                            return Ok(wanted::explained_in(made_by.shown_in(*response), explained));
+                        }
+                        Answered::Next(again) => next = again,
+                    }
+                    continue;
+                }
+            };
             if lease.as_ref().is_some_and(Lease::is_expiring) {
                 lease = None;
                 self.without_hand_off(HandOffRefusal::Expiring, order, exchange)?;
@@ -176,40 +209,89 @@ impl Core {
             }
             let peer = Arc::clone(&in_flight.peer);
             self.pool.prefixes.record(&tries.chunks, peer.routing.key);
-            let made_by = MadeBy::of(settings, lease.as_ref().and_then(Lease::prefill), Some(&peer));
-            let failure = match self.decode(order, exchange, in_flight, lease, tries.resent).await {
-                Err((failure, unseen)) => {
-                    lease = unseen;
-                    failure
-                }
-                Ok((answer, guards)) => {
-                    let status = answer.status().as_u16();
-                    if retry::after_decode_status(status) == Verdict::Again {
-                        tries.decode.push(Arc::clone(&peer));
-                        if let Some(next) = self.another_decode(order, exchange, &mut tries) {
-                            engine_answered(&peer, status);
-                            drop((answer, guards));
-                            in_flight = next;
-                            lease = self.hand_off(order, exchange, &in_flight.peer, None, &mut tries).await?;
-                            continue;
-                        }
-                    }
-                    match self.relay(settings, answer, guards).await {
-                        Ok(response) => {
-                            return Ok(wanted::explained_in(made_by.shown_in(response), explained));
-                        }
-                        Err(failure) => {
-                            lease = None;
-                            failure
-                        }
-                    }
-                }
-            };
-            in_flight = self.after_failed_decode(order, exchange, peer, failure, &mut tries).await?;
-            if lease.is_none() {
-                lease = self.hand_off(order, exchange, &in_flight.peer, None, &mut tries).await?;
-            }
+            let prefill = lease.as_ref().and_then(Lease::prefill).cloned();
+            let answer = self.decode(order, exchange, in_flight, lease, None, tries.resent).await;
+            next = Next::Sent(peer, Box::new(Sent { prefill, answer }));
         }
+    }
+
+    /// The first leg, or both where the engines push.
+    async fn first_try(
+        self: &Arc<Self>,
+        order: &Order,
+        exchange: &Exchange,
+        decode: InFlight,
+        prefill: Option<InFlight>,
+        tries: &mut Tries,
+    ) -> Result<Next, Stopped> {
+        let peer = Arc::clone(&decode.peer);
+        let pushed =
+            prefill.as_ref().and_then(|in_flight| self.push_of(order, exchange, &in_flight.peer, &peer));
+        let (decode, prefill) = match (prefill, pushed) {
+            (Some(prefill), Some(pushed)) => {
+                exchange.account.step_with(&prefill.peer, Step::PrefillChosen);
+                self.pool.prefixes.record(&tries.chunks, peer.routing.key);
+                let by = Some(Arc::clone(&prefill.peer));
+                match self.both_legs(order, exchange, (prefill, decode), pushed, tries).await? {
+                    Both::Sent(answer) => {
+                        return Ok(Next::Sent(peer, Box::new(Sent { prefill: by, answer: *answer })));
+                    }
+                    Both::Again(lease) => {
+                        exchange.account.prefilled();
+                        return Ok(Next::Send(peer.enter(), lease));
+                    }
+                    Both::AnotherPrefill(prefill) => (peer.enter(), prefill),
+                }
+            }
+            (prefill, _) => (decode, prefill),
+        };
+        let lease = self.hand_off(order, exchange, &decode.peer, prefill, tries).await?;
+        exchange.account.prefilled();
+        Ok(Next::Send(decode, lease))
+    }
+
+    /// What comes of a decode engine's answer, or of its failure.
+    async fn answered(
+        self: &Arc<Self>,
+        order: &Order,
+        exchange: &Exchange,
+        peer: Arc<Peer>,
+        sent: Box<Sent>,
+        tries: &mut Tries,
+    ) -> Result<Answered, Stopped> {
+        let settings = &order.settings;
+        let Sent { prefill, answer } = *sent;
+        let mut lease = None;
+        let failure = match answer {
+            Err((failure, unseen)) => {
+                lease = unseen;
+                failure
+            }
+            Ok((answer, guards)) => {
+                let status = answer.status().as_u16();
+                if retry::after_decode_status(status) == Verdict::Again {
+                    tries.decode.push(Arc::clone(&peer));
+                    if let Some(next) = self.another_decode(order, exchange, tries) {
+                        engine_answered(&peer, status);
+                        drop((answer, guards));
+                        let lease = self.hand_off(order, exchange, &next.peer, None, tries).await?;
+                        return Ok(Answered::Next(Next::Send(next, lease)));
+                    }
+                }
+                match self.relay(settings, answer, guards).await {
+                    Ok(response) => {
+                        let made_by = MadeBy::of(settings, prefill.as_ref(), Some(&peer));
+                        return Ok(Answered::Client(Box::new(response), made_by));
+                    }
+                    Err(failure) => failure,
+                }
+            }
+        };
+        let next = self.after_failed_decode(order, exchange, peer, failure, tries).await?;
+        if lease.is_none() {
+            lease = self.hand_off(order, exchange, &next.peer, None, tries).await?;
+        }
+        Ok(Answered::Next(Next::Send(next, lease)))
     }
 
     /// The decode engine to try after one has failed.

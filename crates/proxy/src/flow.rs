@@ -83,6 +83,14 @@ impl Flow {
         })
     }
 
+    /// The blocks are on their way since a moment that was not known when the leg was sent.
+    pub(crate) fn waits_for(&mut self, blocks: Waiting) {
+        if !self.has_body {
+            self.hand_off = self.account.trace().span("hand_off", SpanKind::Internal).since(blocks.since);
+            self.handed_over = Some(blocks);
+        }
+    }
+
     /// The answer's head came.
     pub(crate) fn answered(&mut self, status: u16) {
         self.has_head = true;

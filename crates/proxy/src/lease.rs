@@ -58,6 +58,8 @@ struct Hold {
     hand_off: HandedOff,
     order: Order,
     request_id: RequestId,
+    /// The id that the prefill engine was given.
+    sent_as: RequestId,
     decode: Option<Arc<Peer>>,
     /// A decode engine may have it.
     given: bool,
@@ -97,12 +99,32 @@ impl Lease {
             hand_off,
             order: order.clone(),
             request_id: request_id.clone(),
+            sent_as: request_id.clone(),
             decode: None,
             given: false,
             granted: Instant::now(),
             lasts,
         });
         Self { hold: Some(hold) }
+    }
+
+    /// The prefill engine was given this id.
+    pub(crate) fn sent_as(mut self, id: RequestId) -> Self {
+        if let Some(hold) = &mut self.hold {
+            hold.sent_as = id;
+        }
+        self
+    }
+
+    /// The id that the decode leg must have too, if any: in push mode engines know by it what to write where.
+    pub(crate) fn shared_id(&self) -> Option<&RequestId> {
+        let hold = self.hold.as_ref()?;
+        (hold.hand_off.mode == TransferMode::Push).then_some(&hold.sent_as)
+    }
+
+    /// The engine that holds the blocks.
+    pub(crate) fn engine_id(&self) -> Option<&str> {
+        self.hold.as_ref().map(|hold| hold.hand_off.engine_id.as_str())
     }
 
     /// The hand-off's bytes for the decode leg to a peer.
@@ -191,6 +213,11 @@ impl Drop for Lease {
             hold.core.ledger.close(hold.key, HandOffResult::Relayed);
             return;
         }
+        // Both engines know of each other: one writes and frees, and nobody could make it free sooner.
+        if hold.given && hold.hand_off.mode == TransferMode::Push {
+            hold.core.ledger.close(hold.key, HandOffResult::Pushed);
+            return;
+        }
         hold.core.ledger.enter(hold.key, HandOffState::Releasing);
         let tasks = hold.core.tasks.clone();
         tasks.spawn(hold.release());
@@ -219,6 +246,8 @@ enum NotReleased {
     Broken(#[from] UpstreamFailure),
     #[error("the decode engine answered {0}")]
     Status(StatusCode),
+    #[error("the blocks may not be those of the prompt")]
+    Unsound,
 }
 
 impl Hold {
@@ -306,9 +335,6 @@ impl Hold {
     /// Asks one decode engine after the other, each after the one before it has had a short time: that one
     /// may hang, or only be busy.
     async fn try_peers(&self) -> Option<Way> {
-        if self.hand_off.mode == TransferMode::Push {
-            return None;
-        }
         let deadline = self.order.settings.timeouts.release;
         let mut running = FuturesUnordered::new();
         for peer in self.releasers() {
@@ -331,6 +357,10 @@ impl Hold {
         let _in_flight = peer.enter();
         let acquainted = peer.has_met(&self.hand_off.engine_id);
         let newest = self.hand_off.generation == Generation::V14;
+        if self.hand_off.mode == TransferMode::Push {
+            // Nothing but a write makes a prefill engine free blocks that it pushes.
+            return self.have_written(peer).await;
+        }
         if newest && acquainted {
             return self.reject(peer).await.map(|()| Way::Rejection);
         }
@@ -353,6 +383,20 @@ impl Hold {
         Ok(Way::Rejection)
     }
 
+    /// Has the blocks written to a decode engine for one token.
+    async fn have_written(&self, peer: &Arc<Peer>) -> Result<Way, NotReleased> {
+        if !self.hand_off.sound {
+            return Err(NotReleased::Unsound);
+        }
+        let (path, body) = (self.order.endpoint().path(), self.one_token_body(peer));
+        let written = self.send_as(peer, path, body, &self.sent_as).await?;
+        if !written.is_success() {
+            return Err(NotReleased::Status(written));
+        }
+        peer.knows_engine(&self.hand_off.engine_id);
+        Ok(Way::Read)
+    }
+
     async fn reject(&self, peer: &Arc<Peer>) -> Result<(), NotReleased> {
         match self.send(peer, Endpoint::Completions.path(), self.rejected_body(peer)).await? {
             StatusCode::NOT_FOUND => Ok(()),
@@ -361,12 +405,22 @@ impl Hold {
     }
 
     async fn send(&self, peer: &Arc<Peer>, path: &str, body: Spliced) -> Result<StatusCode, UpstreamFailure> {
+        self.send_as(peer, path, body, &RequestId::accept(None)).await
+    }
+
+    async fn send_as(
+        &self,
+        peer: &Arc<Peer>,
+        path: &str,
+        body: Spliced,
+        id: &RequestId,
+    ) -> Result<StatusCode, UpstreamFailure> {
         let leg = |body| Leg {
             stage: Stage::Decode,
             peer,
             method: Method::POST,
             path,
-            headers: own_headers(&RequestId::accept(None)),
+            headers: own_headers(id),
             body,
         };
         let deadline = self.order.settings.timeouts.release;

@@ -264,6 +264,11 @@ impl Metrics {
         self.table.streams_cut.inc();
     }
 
+    /// How the legs of a hand-off in push mode went.
+    pub(crate) fn pushed(&self, result: &'static str) {
+        self.table.pushes.get_or_create(&ResultLabel { result }).inc();
+    }
+
     pub(crate) fn retried(&self, stage: Stage) {
         self.table.retries.get_or_create(&StageLabel { stage: stage.label() }).inc();
     }

@@ -26,7 +26,7 @@ use crate::upstream::{Leg, route};
 /// How long abandoned prefills are still heard out when the router ends.
 const LEAVING: Duration = Duration::from_secs(2);
 
-type Answered = Result<(Response<()>, Bytes), UpstreamFailure>;
+pub(crate) type Answered = Result<(Response<()>, Bytes), UpstreamFailure>;
 
 /// One prefill request on its way. Dropped before its answer, it is abandoned.
 pub(crate) struct PrefillLeg {
@@ -39,6 +39,26 @@ struct Running {
     in_flight: InFlight,
     order: Order,
     request_id: RequestId,
+    /// The id that the prefill engine was given.
+    sent_as: RequestId,
+    /// In push mode, the leg to which its blocks are written.
+    decode: Option<DecodeLeg>,
+}
+
+/// A decode leg that runs beside the prefill leg. What comes of it is kept until the prefill has ended.
+pub(crate) struct DecodeLeg {
+    pub(crate) peer: Arc<Peer>,
+    /// Ends when the engine shows that the blocks have come, or that they are of no use.
+    pub(crate) shows: Pin<Box<dyn Future<Output = Showed> + Send>>,
+}
+
+/// What a decode leg has shown; what is in it holds the connection.
+pub(crate) enum Showed {
+    /// The blocks have come.
+    #[expect(dead_code, reason = "held until the prefill has ended, since the connection ends with it")]
+    Blocks(Box<dyn Send>),
+    /// It failed or was refused.
+    Nothing,
 }
 
 impl PrefillLeg {
@@ -47,7 +67,7 @@ impl PrefillLeg {
         core: &Arc<Core>,
         in_flight: InFlight,
         order: &Order,
-        request_id: &RequestId,
+        (request_id, sent_as): (&RequestId, &RequestId),
         headers: HeaderMap,
         anew: bool,
     ) -> Self {
@@ -61,7 +81,8 @@ impl PrefillLeg {
             exchange.whole_answer(leg, &settings, anew).await
         });
         let (order, request_id) = (order.clone(), request_id.clone());
-        let running = Running { answer, core: Arc::clone(core), in_flight, order, request_id };
+        let (core, sent_as) = (Arc::clone(core), sent_as.clone());
+        let running = Running { answer, core, in_flight, order, request_id, sent_as, decode: None };
         Self { running: Some(running) }
     }
 
@@ -78,6 +99,24 @@ impl PrefillLeg {
     }
 }
 
+impl PrefillLeg {
+    /// Nobody waits for it any more, nor for the decode leg to which its blocks are to be written. Both engines
+    /// are let come that far: neither would know that the other has been told to end.
+    pub(crate) fn abandon_with(mut self, decode: DecodeLeg) {
+        if let Some(running) = &mut self.running {
+            running.core.metrics.pushed("abandoned");
+            running.decode = Some(decode);
+        }
+    }
+
+    /// Aborts it: its blocks would be written to nobody.
+    pub(crate) fn abort(&mut self) {
+        if let Some(running) = self.running.take() {
+            running.core.metrics.prefill_abandoned(AbandonedPrefill::Aborted);
+        }
+    }
+}
+
 impl Drop for PrefillLeg {
     fn drop(&mut self) {
         if let Some(running) = self.running.take() {
@@ -91,16 +130,28 @@ impl Running {
     /// Closing the connection would abort a prefill that still computes, but not one that has ended:
     /// its blocks could then be named by nobody until the lease ends.
     async fn abandon(self) {
-        let Self { answer, core, in_flight, order, request_id } = self;
+        let Self { answer, core, in_flight, order, request_id, sent_as, mut decode } = self;
+        let mut showed = None;
         let of_peer = in_flight.peer.spec.abandon_grace;
         let grace = of_peer.unwrap_or(order.settings.hand_off.abandon_grace);
         let leaving = async {
             core.stop.cancelled().await;
             tokio::time::sleep(LEAVING).await;
         };
+        // A decode engine that will not have the blocks ends the prefill; one that has them cannot come first.
+        let useless = async {
+            if let Some(decode) = &mut decode {
+                showed = Some(decode.shows.as_mut().await);
+            }
+            match showed {
+                Some(Showed::Nothing) => {}
+                _ => std::future::pending().await,
+            }
+        };
         let heard = tokio::select! {
             heard = timeout(grace, answer) => heard.ok(),
             () = leaving => None,
+            () = useless => None,
         };
         let fate = match heard {
             None => AbandonedPrefill::Aborted,
@@ -111,7 +162,19 @@ impl Running {
                 match granted.map_or_else(|refused| refused.unused.map(|unused| *unused), Some) {
                     None => AbandonedPrefill::KeptNone,
                     Some(unread) => {
-                        drop(Lease::open(&core, unread, &in_flight.peer, &order, &request_id));
+                        let mut lease =
+                            Lease::open(&core, unread, &in_flight.peer, &order, &request_id).sent_as(sent_as);
+                        if let Some(decode) = &mut decode {
+                            lease.dispatched(&decode.peer);
+                            if showed.is_none() {
+                                let shows = timeout(order.settings.timeouts.release, decode.shows.as_mut());
+                                showed = shows.await.ok();
+                            }
+                        }
+                        match showed {
+                            Some(Showed::Blocks(_)) => lease.read(),
+                            _ => drop(lease),
+                        }
                         AbandonedPrefill::Released
                     }
                 }

@@ -31,6 +31,13 @@ impl RequestId {
         if nth > 1 { Self(format!("{}-{nth}", self.0)) } else { self.clone() }
     }
 
+    /// An id for both legs that no other request has, whatever clients call theirs: in push mode engines know
+    /// by it which blocks are meant for whom. Must not end like what engines add to ids themselves.
+    #[must_use]
+    pub(crate) fn unique(&self) -> Self {
+        Self(format!("{}.{}", self.0, Uuid::new_v4().simple()))
+    }
+
     /// The id.
     #[must_use]
     pub fn as_str(&self) -> &str {

@@ -305,6 +305,9 @@ pub struct HandOffPolicy {
     /// Below so many bytes of prompt (its JSON, tools and all) the decode engine computes it itself: a
     /// hand-off would cost more than it saves. Zero hands everything off.
     pub min_prompt_bytes: usize,
+    /// Whether both legs go out at once where the prefill engine writes the blocks and it is known what the
+    /// decode engine must be told.
+    pub push_at_once: bool,
     /// Whether answers say which peers made them, in `x-pd-prefill` and `x-pd-decode`. The names are those
     /// of `/admin/peers`, which for engines that became peers by registering are made of their addresses.
     pub show_peers: bool,
@@ -340,6 +343,7 @@ impl Default for HandOffPolicy {
             check_block_count: true,
             address_check: AddressCheck::Known,
             min_prompt_bytes: 0,
+            push_at_once: true,
             show_peers: false,
             registry_address: None,
         }

@@ -164,7 +164,7 @@ pub(crate) async fn exercise(
     let policies = settings.routing.policies(Some(&model));
     let order = Order { request: request(&model)?, shows: None, settings, policies, trace: Trace::default() };
     let id = RequestId::accept(None);
-    let mut leg = PrefillLeg::start(core, prefill.enter(), &order, &id, own_headers(&id), true);
+    let mut leg = PrefillLeg::start(core, prefill.enter(), &order, (&id, &id), own_headers(&id), true);
     let (head, answer) = leg.answer().await?;
     if !head.status().is_success() {
         return Err(NotWarm::Status { stage: Stage::Prefill, status: head.status() });

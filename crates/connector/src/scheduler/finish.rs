@@ -21,7 +21,16 @@ impl Scheduler {
         let Some(mut tracked) = self.requests.remove(request) else { return Finished::default() };
         let is_prefill = tracked.params.do_remote_decode;
         self.heartbeats.stop(request);
-        self.push.deadlines.remove(request);
+        match self.push.deadlines.get_mut(request) {
+            // The prefill engine may still write what was announced, or have ended before it could: the blocks are
+            // free when it has, or when it must have forgotten the announcement.
+            Some(deadline) if status == FinishStatus::Aborted => {
+                *deadline = now + 2 * self.config.push_registration_timeout;
+            }
+            _ => {
+                self.push.deadlines.remove(request);
+            }
+        }
         if tracked.params.do_remote_prefill {
             tracked.params.do_remote_prefill = false;
             if self.config.mode == TransferMode::Push && !push::is_finished_prefill(&tracked.params) {

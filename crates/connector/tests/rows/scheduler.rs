@@ -336,6 +336,23 @@ fn a_push_receive_is_announced_once_with_its_blocks() {
 }
 
 #[test]
+fn blocks_that_were_announced_for_an_aborted_request_are_free_when_nobody_can_write_them() {
+    let mut scheduler = push_scheduler();
+    scheduler.on_new_request("r", 40, Some(decode_params(&[])));
+    scheduler.update_after_alloc("r", &blocks(&[7, 8, 9], 0), 40).unwrap();
+    scheduler.build_step(at(0)).unwrap();
+    scheduler.request_finished("r", FinishStatus::Aborted, &[vec![7, 8, 9]], 0, at(10));
+    scheduler.build_step(at(209)).unwrap();
+    assert!(
+        scheduler.take_overdue_registrations().is_empty(),
+        "the prefill engine may know of it until then"
+    );
+    scheduler.build_step(at(210)).unwrap();
+    assert_eq!(scheduler.take_overdue_registrations(), ["r"]);
+    assert!(scheduler.take_overdue_registrations().is_empty());
+}
+
+#[test]
 fn a_push_that_arrived_is_not_overdue() {
     let mut scheduler = push_scheduler();
     scheduler.on_new_request("r", 40, Some(decode_params(&[])));

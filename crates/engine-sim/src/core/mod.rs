@@ -192,6 +192,7 @@ impl Core {
             self.execute(plan)?;
             let report = self.ranks.poll(self.now(), &self.kv)?;
             self.apply_transfers(report)?;
+            self.give_up_overdue();
             self.publish();
             if computed_something {
                 tokio::task::yield_now().await;

@@ -84,6 +84,17 @@ impl Core {
         Ok(())
     }
 
+    /// Nobody has written in time what was announced, nor will: the prefill engine has forgotten it too.
+    pub(super) fn give_up_overdue(&mut self) {
+        for id in self.scheduler.take_overdue_registrations() {
+            match self.requests.get(&id).map(|request| request.state) {
+                Some(State::WaitingForRemoteKv) => self.load_failed(&id),
+                Some(State::Finished) => self.forget(&id),
+                _ => {}
+            }
+        }
+    }
+
     fn load_arrived(&mut self, id: &str) -> Result<(), CoreDeath> {
         let Some(request) = self.requests.get_mut(id) else { return Ok(()) };
         match request.corrupt {

@@ -16,12 +16,26 @@ use crate::lease::Lease;
 use crate::made_by::MadeBy;
 use crate::metrics::Took;
 use crate::pool::peer::{InFlight, Peer};
-use crate::prefill::PrefillLeg;
+use crate::prefill::{Answered, PrefillLeg};
 use crate::request::BypassReason;
+use crate::request_id::RequestId;
 use crate::retry::{self, PrefillFault, Verdict};
 use crate::settings::OnMissing;
 use crate::timeline::Step;
+use crate::trace::Span;
 use crate::upstream::request_headers;
+
+/// A try of the first leg that is under way.
+pub(super) struct SentPrefill {
+    pub(super) peer: Arc<Peer>,
+    /// The id that the engine was given.
+    pub(super) id: RequestId,
+    pub(super) leg: PrefillLeg,
+    span: Span,
+    began: Instant,
+    /// Tokens that wait there, with its own prompt.
+    waiting: u64,
+}
 
 impl Core {
     /// The first leg: has the prompt computed on a prefill engine, on another one if that fails.
@@ -92,18 +106,50 @@ impl Core {
         in_flight: InFlight,
         tries: &mut Tries,
     ) -> Result<Result<Option<Lease>, Stopped>, PrefillFault> {
+        let mut sent = self.send_prefill(order, exchange, in_flight, None, tries);
+        let answered = sent.leg.answer().await;
+        self.prefilled(order, exchange, sent, answered, tries)
+    }
+
+    /// Begins a try of the first leg, under an id that the other leg has too if one is given.
+    pub(super) fn send_prefill(
+        self: &Arc<Self>,
+        order: &Order,
+        exchange: &Exchange,
+        in_flight: InFlight,
+        id: Option<&RequestId>,
+        tries: &mut Tries,
+    ) -> SentPrefill {
         let peer = Arc::clone(&in_flight.peer);
         tries.prefills += 1;
-        let request_id = exchange.request_id.of_try(tries.prefills);
+        let request_id = match id {
+            Some(id) => id.clone(),
+            None if peer.pushes() => exchange.request_id.unique(),
+            None => exchange.request_id.of_try(tries.prefills),
+        };
         let mut headers = request_headers(&exchange.headers, &request_id);
         exchange.account.tell(|told| told.prefill = Some(Arc::clone(&peer)));
-        let mut span = exchange.account.leg(Stage::Prefill, &peer, &mut headers);
+        let span = exchange.account.leg(Stage::Prefill, &peer, &mut headers);
         let began = Instant::now();
         // With its own prompt.
         let waiting = peer.routing.waiting_tokens();
-        let mut leg = PrefillLeg::start(self, in_flight, order, &exchange.request_id, headers, tries.resent);
+        let ids = (&exchange.request_id, &request_id);
+        let leg = PrefillLeg::start(self, in_flight, order, ids, headers, tries.resent);
         exchange.account.step_with(&peer, Step::PrefillSent);
-        let (head, answer) = match leg.answer().await {
+        SentPrefill { peer, id: request_id, leg, span, began, waiting }
+    }
+
+    /// What a prefill engine's answer, or its failure, comes to.
+    pub(super) fn prefilled(
+        self: &Arc<Self>,
+        order: &Order,
+        exchange: &Exchange,
+        sent: SentPrefill,
+        answered: Answered,
+        tries: &Tries,
+    ) -> Result<Result<Option<Lease>, Stopped>, PrefillFault> {
+        let SentPrefill { peer, id, leg: _leg, mut span, began, waiting } = sent;
+        let (head, answer) = match answered {
             Ok(answered) => answered,
             Err(failure) => {
                 exchange.account.step_with(&peer, Step::PrefillFailed(failure.broken.label()));
@@ -142,10 +188,15 @@ impl Core {
                 self.side_channel_named(&peer, &hand_off);
                 self.learn_prefill(order, &peer, &hand_off, waiting, took);
                 self.pool.prefixes.record(&tries.chunks, peer.routing.key);
-                if peer.saw_engine(&hand_off.engine_id) | peer.saw_tp_size(hand_off.channel.tp_size) {
+                peer.saw_channel(&hand_off);
+                if peer.saw_engine(&hand_off.engine_id)
+                    | peer.saw_tp_size(hand_off.channel.tp_size)
+                    | peer.saw_mode(hand_off.channel.mode)
+                {
                     self.pool.relearn();
                 }
-                return Ok(Ok(Some(Lease::open(self, hand_off, &peer, order, &exchange.request_id))));
+                let lease = Lease::open(self, hand_off, &peer, order, &exchange.request_id);
+                return Ok(Ok(Some(lease.sent_as(id))));
             }
             Err(refused) => refused,
         };
@@ -153,7 +204,7 @@ impl Core {
         peer.failed(&format!("hand-off {}", refused.refusal.label()), false);
         peer.blamed();
         if let Some(unused) = refused.unused {
-            drop(Lease::open(self, *unused, &peer, order, &exchange.request_id));
+            drop(Lease::open(self, *unused, &peer, order, &exchange.request_id).sent_as(id));
         }
         if refused.refusal == HandOffRefusal::ForeignAddress {
             let (request_id, error) = (exchange.request_id.as_str(), refused.refusal);

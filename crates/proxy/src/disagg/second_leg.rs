@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use http::{Method, Response, StatusCode};
 
+use super::push::Pushed;
 use super::{Exchange, Order};
 use crate::Core;
 use crate::error::{Broken, ProxyError, Stage, UpstreamFailure};
@@ -12,6 +13,7 @@ use crate::flow::{Flow, Waiting};
 use crate::lease::Lease;
 use crate::pool::peer::{InFlight, Peer};
 use crate::relay::decode_headers;
+use crate::request_id::X_REQUEST_ID;
 use crate::retry::{self, Verdict};
 use crate::stream::Guards;
 use crate::upstream::Leg;
@@ -28,24 +30,30 @@ impl Core {
         exchange: &Exchange,
         in_flight: InFlight,
         mut lease: Option<Lease>,
+        pushed: Option<&Pushed>,
         anew: bool,
     ) -> Result<(Response<EngineBody>, Guards), (UpstreamFailure, Option<Lease>)> {
         let peer = Arc::clone(&in_flight.peer);
-        let handed_over = lease.as_ref().and_then(|lease| {
-            let (since, prefill) = (lease.granted()?, lease.prefill()?);
-            Some(Waiting {
-                since,
-                at: Arc::clone(&prefill.name),
-                from: prefill.routing.key,
-                bytes: lease.bytes(),
-            })
-        });
+        let handed_over = lease.as_ref().and_then(waiting);
         let part = lease.as_ref().and_then(Lease::part);
         exchange.account.tell(|told| {
-            told.prefill = lease.as_ref().and_then(Lease::prefill).cloned();
+            if pushed.is_none() {
+                told.prefill = lease.as_ref().and_then(Lease::prefill).cloned();
+            }
             told.decode = Some(Arc::clone(&peer));
         });
         let mut headers = decode_headers(&order.settings, exchange);
+        let shared = lease.as_ref().and_then(Lease::shared_id);
+        if pushed.is_none() && shared.is_some() {
+            self.metrics.pushed("in_turn");
+        }
+        if let Some(id) = pushed.map(|pushed| &pushed.id).or(shared) {
+            headers.insert(X_REQUEST_ID, id.header_value());
+        }
+        let hand_off = match pushed {
+            Some(pushed) => Some(pushed.raw.clone()),
+            None => lease.as_ref().and_then(|lease| lease.raw_for(&peer)),
+        };
         let span = exchange.account.leg(Stage::Decode, &peer, &mut headers);
         let model = exchange.account.of_model();
         let mut flow = Flow::begin(&exchange.account, &self.metrics, model, &peer, span, handed_over);
@@ -55,7 +63,7 @@ impl Core {
             method: Method::POST,
             path: order.endpoint().path(),
             headers,
-            body: order.request.decode_body(lease.as_ref().and_then(|lease| lease.raw_for(&peer))),
+            body: order.request.decode_body(hand_off),
         };
         if let Some(lease) = &mut lease {
             lease.dispatched(&peer);
@@ -78,6 +86,8 @@ impl Core {
                 Some(lease) if answer.status() == StatusCode::INTERNAL_SERVER_ERROR => {
                     lease.was_not_read_by(&peer)
                 }
+                // Blocks that never came may be the prefill engine's fault.
+                None if pushed.is_some() => {}
                 _ => peer.blamed(),
             }
         }
@@ -111,6 +121,12 @@ impl Core {
         tracing::warn!(peer = %peer.id, url = %peer.spec.url, stage, kind, "an engine failed");
         ProxyError::Upstream(failure)
     }
+}
+
+/// Blocks that wait for a decode engine.
+pub(super) fn waiting(lease: &Lease) -> Option<Waiting> {
+    let (since, prefill) = (lease.granted()?, lease.prefill()?);
+    Some(Waiting { since, at: Arc::clone(&prefill.name), from: prefill.routing.key, bytes: lease.bytes() })
 }
 
 /// An engine answered that it cannot serve now.

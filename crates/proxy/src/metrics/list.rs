@@ -81,7 +81,7 @@ metrics! {
         bypass: Family<ReasonLabel, Counter>, "pd_bypass",
             "Requests sent to a decode engine alone, by reason";
         hand_offs: Family<ResultLabel, Counter>, "handoffs",
-            "Hand-offs by what became of them: relayed to a decode engine, missing from the prefill answer, refused as defective, released by the router, gone with their engine, expired";
+            "Hand-offs by what became of them: relayed to a decode engine, missing from the prefill answer, refused as defective, released by the router, left to engines that push, gone with their engine, expired";
         hand_offs_live: Gauge, "handoffs_live",
             "Hand-offs whose blocks a prefill engine still holds, as far as the router knows";
         blocks_live: Gauge, "handoff_blocks_live",
@@ -100,6 +100,8 @@ metrics! {
             "Unread hand-offs of which a prefill engine could not be notified, by reason";
         abandoned_prefills: Family<ResultLabel, Counter>, "abandoned_prefills",
             "Prefills that nobody waited for any more by what became of them: heard out and released, heard out without blocks to free, failed by themselves, aborted";
+        pushes: Family<ResultLabel, Counter>, "pushes",
+            "Hand-offs in push mode by how their legs went: both at once, in turn because the prefill engine's address was not known before it answered; prefill_failed, decode_failed or abandoned where both were under way and one ended both";
         retries: Family<StageLabel, Counter>, "retries",
             "Legs that were tried again on another engine";
         upstream_failures: Family<FailureLabels, Counter>, "upstream_failures",

@@ -33,6 +33,8 @@ pub(crate) enum HandOffResult {
     Relayed,
     /// The router made the prefill engine free the blocks.
     Released(Way),
+    /// Both engines had been told to write and to receive, and were left to it before the answer showed more.
+    Pushed,
     /// The prefill engine ended, and its blocks with it.
     EngineGone,
     /// The prefill engine's own timer had to free the blocks.
@@ -41,13 +43,14 @@ pub(crate) enum HandOffResult {
 
 impl HandOffResult {
     /// Those of hand-offs that were refused are made where they are refused.
-    pub(super) const LABELS: [&'static str; 6] =
-        ["relayed", "missing", "refused", "released", "engine_gone", "expired"];
+    pub(super) const LABELS: [&'static str; 7] =
+        ["relayed", "missing", "refused", "released", "pushed", "engine_gone", "expired"];
 
     pub(super) const fn label(self) -> &'static str {
         match self {
             Self::Relayed => "relayed",
             Self::Released(_) => "released",
+            Self::Pushed => "pushed",
             Self::EngineGone => "engine_gone",
             Self::Expired => "expired",
         }

@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use kv_connector::fit::{self, Fit, Misfit, PublishedEngine, PublishedRank, Unknown};
-use kv_connector::protocol::params::Generation;
+use kv_connector::protocol::params::{Generation, TransferMode};
 use serde::{Serialize, Serializer};
 
 use super::matrix::Facts;
@@ -75,6 +75,11 @@ impl Identity {
     /// Their connector generation, where all of them agree.
     pub(crate) fn generation(&self) -> Option<Generation> {
         agreed(self.engines.iter().map(|engine| engine.connector()))
+    }
+
+    /// Which side drives the copy, where all of them agree.
+    pub(crate) fn transfer_mode(&self) -> Option<TransferMode> {
+        agreed(self.engines.iter().map(|engine| engine.traits.transfer_mode))
     }
 
     /// Their digest, where all of them agree.
@@ -185,6 +190,11 @@ pub(crate) fn judge(prefill: &Facts, decode: &Facts, rules: &Pairing) -> Verdict
         && p != d
     {
         return Misfit::Generations { prefill: p, decode: d }.into();
+    }
+    if let (Some(p), Some(d)) = (prefill.transfer_mode, decode.transfer_mode)
+        && p != d
+    {
+        return Misfit::Modes { prefill: p, decode: d }.into();
     }
     if rules.prefill_tp_at_most_decode
         && let (Some(p), Some(d)) = (tp_size(prefill), tp_size(decode))

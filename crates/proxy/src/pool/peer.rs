@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use arc_swap::{ArcSwap, ArcSwapOption};
 use http::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use http::uri::{Authority, Scheme, Uri};
-use kv_connector::protocol::params::Generation;
+use kv_connector::protocol::params::{Generation, TransferMode};
 use parking_lot::{Mutex, RwLock};
 use serde::Serialize;
 use serde_json::value::RawValue;
@@ -23,12 +23,13 @@ use super::pairing::Identity;
 pub use super::spec::{Authorization, PeerSpec, PeerSpecError, Role, is_host};
 use super::standing::{Restarts, Standing};
 use super::traffic::Traffic;
+use crate::handoff::HandedOff;
 use crate::notify::{Notifier, NotifyView};
 use crate::registry::{EngineState, canonical_base_url};
 use crate::request::Endpoint;
 use crate::routing::facts::Facts;
 use crate::routing::kv_events::{KvEventsView, PeerEvents};
-use crate::side_channel::channels::{Channels, SideChannelView};
+use crate::side_channel::channels::{Channels, NamedChannel, SideChannelView};
 use crate::upstream::X_DATA_PARALLEL_RANK;
 use crate::warm_up::Warmth;
 use crate::wire::Place;
@@ -52,6 +53,8 @@ pub(crate) struct Observed {
     /// How often the ids in it have changed.
     pub(crate) models_changed: u64,
     pub(crate) engine_ids: BTreeSet<String>,
+    /// Which side drives the copy, as its last hand-off said.
+    pub(crate) transfer_mode: Option<TransferMode>,
     /// Tensor-parallel size, as its last hand-off said.
     pub(crate) tp_size: Option<u32>,
     pub(crate) last_error: Option<PeerFault>,
@@ -141,6 +144,8 @@ pub(crate) struct Peer {
     errors: AtomicU64,
     /// What routing knows of it.
     pub(crate) routing: Facts,
+    /// The engine that writes its blocks and its side channel, as its last hand-off told.
+    channel_told: ArcSwapOption<(String, NamedChannel)>,
 }
 
 impl Peer {
@@ -194,6 +199,7 @@ impl Peer {
             traffic: Traffic::default(),
             errors: AtomicU64::new(0),
             routing: Facts::default(),
+            channel_told: ArcSwapOption::empty(),
         })
     }
 
@@ -257,6 +263,8 @@ impl Peer {
         match (&self.spec.hand_offs, endpoint) {
             (Some(endpoints), _) => endpoints.contains(&endpoint),
             (None, Endpoint::Completions | Endpoint::ChatCompletions) => true,
+            // There engines do not look at the id by which the two legs find each other.
+            (None, Endpoint::Responses) if self.pushes() => false,
             (None, Endpoint::Responses | Endpoint::Messages) => self.generation() == Some(Generation::V14),
         }
     }
@@ -283,6 +291,55 @@ impl Peer {
     /// The connector generation: the operator's word, else the registry's, else by its version.
     pub(crate) fn generation(&self) -> Option<Generation> {
         self.spec.generation.or(self.identity.load().generation()).or(self.observed.read().generation)
+    }
+
+    /// Which side drives the copy: the operator's word, else the registry's, else what its hand-offs told.
+    pub(crate) fn transfer_mode(&self) -> Option<TransferMode> {
+        self.spec
+            .transfer_mode
+            .or_else(|| self.identity.load().transfer_mode())
+            .or_else(|| self.observed.read().transfer_mode)
+    }
+
+    /// Whether prefill engines write its blocks.
+    pub(crate) fn pushes(&self) -> bool {
+        self.transfer_mode() == Some(TransferMode::Push)
+    }
+
+    /// Remembers where decode engines announce themselves to the engine that made a hand-off, if there is but one.
+    pub(crate) fn saw_channel(&self, hand_off: &HandedOff) {
+        if hand_off.mode != TransferMode::Push
+            || self
+                .channel_told
+                .load()
+                .as_ref()
+                .is_some_and(|told| told.0 == hand_off.engine_id && told.1 == hand_off.channel)
+        {
+            return;
+        }
+        let several = self.spec.dp_size.is_some_and(|size| size > 1) && self.spec.dp_rank.is_none();
+        let others = self.observed.read().engine_ids.iter().any(|id| *id != hand_off.engine_id);
+        let told = (!several && !others).then(|| (hand_off.engine_id.clone(), hand_off.channel.clone()));
+        self.channel_told.store(told.map(Arc::new));
+    }
+
+    /// What its hand-offs told may be out of date.
+    pub(crate) fn forget_channel(&self) {
+        self.channel_told.store(None);
+    }
+
+    /// The engine that writes its blocks and its side channel, as its last hand-off told.
+    pub(crate) fn channel_told(&self) -> Option<(String, NamedChannel)> {
+        self.channel_told.load().as_deref().cloned()
+    }
+
+    /// Remembers which side drives the copy, as a hand-off told; whether that is news.
+    pub(crate) fn saw_mode(&self, mode: Option<TransferMode>) -> bool {
+        if mode.is_none() || self.observed.read().transfer_mode == mode {
+            return false;
+        }
+        self.observed.write().transfer_mode = mode;
+        true
     }
 
     pub(crate) fn serves(&self, model: &str) -> bool {
@@ -373,6 +430,7 @@ impl Peer {
 
     /// The engine may have restarted: it knows nobody any more.
     pub(crate) fn forget_met(&self) {
+        self.forget_channel();
         self.met.write().clear();
     }
 
@@ -390,6 +448,11 @@ impl Peer {
             dp_rank: self.spec.dp_rank,
             state: observed.state,
             generation,
+            transfer_mode: self
+                .spec
+                .transfer_mode
+                .or_else(|| self.identity.load().transfer_mode())
+                .or(observed.transfer_mode),
             version: observed.version.clone(),
             models: observed.models.iter().map(|served| served.id.clone()).collect(),
             engine_ids: engine_ids.into_iter().collect(),
@@ -430,6 +493,9 @@ pub struct PeerView {
     pub state: PeerState,
     /// Connector generation, once known.
     pub generation: Option<Generation>,
+    /// Which side of a pair drives the copy, once known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub transfer_mode: Option<TransferMode>,
     /// The version that the engine reports, once known.
     pub version: Option<String>,
     /// Ids of the models that it lists.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use kv_connector::protocol::params::Generation;
+use kv_connector::protocol::params::{Generation, TransferMode};
 use kv_connector::transport::NixlVersion;
 use serde::{Deserialize, Serialize};
 
@@ -84,6 +84,9 @@ pub struct PeerSpec {
     /// Where it replays KV events that were missed, in the same way.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kv_events_replay: Option<String>,
+    /// Which side of a pair drives the copy; what the engine registers or its hand-offs tell when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub transfer_mode: Option<TransferMode>,
     /// Tensor-parallel size of the engine, whose other ranks are read then too. A wrong one ends an
     /// engine's side channel for good; hand-offs tell it as well.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -150,6 +153,7 @@ impl PeerSpec {
             side_channel: None,
             kv_events: None,
             kv_events_replay: None,
+            transfer_mode: None,
             tp_size: None,
             pp_size: None,
             dp_size: None,

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use kv_connector::protocol::metadata::NixlAgentMetadata;
-use kv_connector::protocol::params::Generation;
+use kv_connector::protocol::params::{Generation, TransferMode};
 use serde::Serialize;
 use sha2::{Digest as _, Sha256};
 
@@ -21,6 +21,7 @@ pub(super) type Digest = [u8; 32];
 pub(crate) struct Facts {
     pub(crate) identity: Arc<Identity>,
     pub(crate) generation: Option<Generation>,
+    pub(crate) transfer_mode: Option<TransferMode>,
     pub(crate) models: Arc<[ServedModel]>,
     models_changed: u64,
     /// The operator's word for the tensor-parallel size, else what the hand-offs told.
@@ -31,6 +32,7 @@ pub(crate) struct Facts {
 #[derive(Serialize)]
 struct Described<'a> {
     generation: Option<u64>,
+    transfer_mode: Option<&'static str>,
     models: Vec<&'a str>,
     tp_size: Option<u32>,
     engines: Vec<DescribedEngine<'a>>,
@@ -51,6 +53,7 @@ impl Facts {
         let observed = peer.observed.read();
         Self {
             generation: peer.spec.generation.or(identity.generation()).or(observed.generation),
+            transfer_mode: peer.spec.transfer_mode.or(identity.transfer_mode()).or(observed.transfer_mode),
             models: Arc::clone(&observed.models),
             models_changed: observed.models_changed,
             tp_size: peer.spec.tp_size.or(observed.tp_size),
@@ -62,6 +65,7 @@ impl Facts {
     pub(super) fn are(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.identity, &other.identity)
             && self.generation == other.generation
+            && self.transfer_mode == other.transfer_mode
             && self.models_changed == other.models_changed
             && self.tp_size == other.tp_size
     }
@@ -72,7 +76,8 @@ impl Facts {
         models.sort_unstable();
         let engines = self.identity.engines.iter().map(|engine| describe(engine, shared)).collect();
         let generation = self.generation.map(Generation::connector_version);
-        let described = Described { generation, models, tp_size: self.tp_size, engines };
+        let transfer_mode = self.transfer_mode.map(TransferMode::as_str);
+        let described = Described { generation, transfer_mode, models, tp_size: self.tp_size, engines };
         let mut digest = Sha256::new();
         // Nothing in it can fail to be written as JSON.
         digest.update(serde_json::to_vec(&described).unwrap_or_default());

@@ -158,3 +158,21 @@ fn pairs_that_are_kept_apart_are_counted_as_not_used() {
     assert_eq!((counts[&("unknown", true)], counts[&("unknown", false)]), (5, 4));
     assert_eq!(counts, counted(&looked_up(&pool)));
 }
+
+#[test]
+fn peers_of_different_transfer_modes_are_kept_apart() {
+    use kv_connector::protocol::params::TransferMode;
+
+    let (pool, registry) = (Pool::default(), Registry::new(RegistryLimits::default()));
+    let add = |role, url: &str, mode| {
+        let spec = PeerSpec { transfer_mode: mode, ..PeerSpec::new(role, url) };
+        pool.add(spec).unwrap().id.clone()
+    };
+    let pushes = add(Role::Prefill, "http://p1:1", Some(TransferMode::Push));
+    let unknown = add(Role::Prefill, "http://p2:1", None);
+    let pulls = add(Role::Decode, "http://d:1", Some(TransferMode::Pull));
+    pool.learn(&registry);
+    let pairs = looked_up(&pool);
+    assert_eq!(pairs[&(pushes, pulls.clone())], ("modes_differ", false));
+    assert_eq!(pairs[&(unknown, pulls)], ("unknown", true));
+}
