@@ -164,7 +164,7 @@ pub(crate) async fn explain(
     Shared(proxy): Shared<Proxy>,
     Params(ask): Params<ExplainAsk>,
 ) -> Json<Explanation> {
-    Json(proxy.explain(&ask))
+    Json(proxy.explain(&ask).await)
 }
 
 /// The same for a prompt in the body.
@@ -172,5 +172,5 @@ pub(crate) async fn explain_prompt(
     Shared(proxy): Shared<Proxy>,
     JsonBody(ask): JsonBody<ExplainAsk>,
 ) -> Json<Explanation> {
-    Json(proxy.explain(&ask))
+    Json(proxy.explain(&ask).await)
 }

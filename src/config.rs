@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use kvbaton_proxy::{
     AdmissionSettings, BreakerSettings, Disaggregation, DiscoverySettings, HandOffPolicy, KvEventsSettings,
-    Limits, Nixl, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, RoutingSettings, Settings,
-    SideChannelSettings, StoreSettings, Streaming, TimelineSettings, Timeouts,
+    Limits, ModelSettings, Nixl, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, RoutingSettings,
+    Settings, SideChannelSettings, StoreSettings, Streaming, TimelineSettings, Timeouts,
 };
 use serde::{Deserialize, Serialize};
 
@@ -105,6 +105,8 @@ pub struct Config {
     pub routing: RoutingSettings,
     /// Whether a request is split over two engines.
     pub disaggregation: Disaggregation,
+    /// What clients call models.
+    pub models: Vec<ModelSettings>,
 }
 
 impl Default for Config {
@@ -144,6 +146,7 @@ impl Default for Config {
             timeline: TimelineSettings::default(),
             routing: RoutingSettings::default(),
             disaggregation: Disaggregation::default(),
+            models: Vec::new(),
         }
     }
 }
@@ -251,6 +254,7 @@ impl Config {
             timeline: self.timeline.clone(),
             routing: self.routing.clone(),
             disaggregation: self.disaggregation.clone(),
+            models: self.models.clone(),
         }
     }
 

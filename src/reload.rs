@@ -15,7 +15,7 @@ use crate::config::{Config, ConfigFaults};
 use crate::secrets::SecretStore;
 
 /// Settings that hold for whatever begins after they changed; a name stands for all below it.
-const APPLIED: [&str; 43] = [
+const APPLIED: [&str; 44] = [
     "timeouts.prefill",
     "timeouts.decode_head",
     "timeouts.idle",
@@ -41,6 +41,7 @@ const APPLIED: [&str; 43] = [
     "routing.waiting_cost",
     "routing.kv_full_cost",
     "routing.reading_half_life",
+    "models",
     "retry",
     "kv_events",
     "breaker",

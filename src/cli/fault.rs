@@ -35,6 +35,8 @@ pub(super) enum CliError {
     File { path: PathBuf, source: std::io::Error },
     #[error("{}: holds nothing that can be used as {what}", path.display())]
     Unusable { path: PathBuf, what: &'static str },
+    #[error("{}: {what}", path.display())]
+    Wrong { path: PathBuf, what: String },
     #[error("TLS: {0}")]
     Tls(#[from] rustls::Error),
     #[error("{router} cannot be reached")]
@@ -52,7 +54,11 @@ pub(super) enum CliError {
 impl CliError {
     pub(super) const fn exit_code(&self) -> u8 {
         match self {
-            Self::Usage { .. } | Self::File { .. } | Self::Unusable { .. } | Self::Tls(_) => USAGE,
+            Self::Usage { .. }
+            | Self::File { .. }
+            | Self::Unusable { .. }
+            | Self::Wrong { .. }
+            | Self::Tls(_) => USAGE,
             Self::Unreachable { .. } => UNREACHABLE,
             Self::Denied { .. } => DENIED,
             Self::Refused { .. } | Self::Strange { .. } => REFUSED,

@@ -11,6 +11,7 @@ mod man;
 mod peers;
 mod reference;
 mod serve;
+mod simulate;
 mod table;
 mod top;
 mod trace;
@@ -58,6 +59,8 @@ enum Command {
     Trace(Box<trace::TraceArgs>),
     /// Check settings, engines, handshakes, and one real hand-off of every pair.
     Check(Box<check::CheckArgs>),
+    /// Run a trace of requests through the routing, over modelled engines in simulated time.
+    Simulate(Box<simulate::SimulateArgs>),
     /// Print what a shell needs to complete the command line.
     Completions(completions::CompletionsArgs),
     /// Print the manual page.
@@ -124,6 +127,7 @@ pub fn run(cli: Cli) -> ExitCode {
         Some(Command::Top(args)) => top::run(*args),
         Some(Command::Trace(args)) => trace::run(*args),
         Some(Command::Check(args)) => check::run(*args),
+        Some(Command::Simulate(args)) => simulate::run(&args),
         Some(Command::Completions(args)) => completions::run(&args),
         Some(Command::Man(args)) => man::run(&args),
         Some(Command::Docs(args)) => docs::run(&args),

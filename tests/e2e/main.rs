@@ -33,6 +33,7 @@ mod legs;
 mod logs;
 mod malformed_handoff;
 mod metrics;
+mod models;
 #[cfg(feature = "nixl")]
 mod nixl;
 #[cfg(not(feature = "nixl"))]
@@ -53,6 +54,7 @@ mod right_answers;
 mod routing;
 mod secrecy;
 mod side_channel;
+mod simulate;
 mod smuggling;
 #[cfg(feature = "etcd")]
 mod store;

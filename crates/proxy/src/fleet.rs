@@ -125,6 +125,7 @@ impl Core {
             conditions.chain(quarantined.map(|peer| (stage(peer), "quarantined"))),
             peers.iter().filter_map(|peer| Some((stage(peer), peer.standing.restarts()?.count))),
         );
+        self.metrics.shares(self.pool.roster().shares());
         self.metrics.discovered(&self.count_discovered());
     }
 }

@@ -17,13 +17,13 @@ mod flow;
 pub mod fuzzing;
 mod handoff;
 mod held;
-pub mod json;
 mod lease;
 mod ledger;
 mod made_by;
 mod metrics;
 #[cfg(test)]
 mod model;
+mod models;
 mod notify;
 mod pool;
 mod prefill;
@@ -38,6 +38,7 @@ mod retry;
 pub mod routing;
 mod settings;
 mod side_channel;
+pub mod simulated;
 pub mod splice;
 mod store;
 mod stream;
@@ -71,9 +72,11 @@ pub use error::{Broken, Fault, HandOffRefusal, Progress, ProxyError, Stage, Upst
 pub use fleet::{DrainEnd, Drained};
 pub use held::{Held, Share};
 pub use kv_connector::fit::EngineTraits;
+pub use kv_connector::json;
 pub use kv_connector::protocol::params::{Generation, TransferMode};
 pub use ledger::{HandOffState, HandOffView};
 pub use metrics::{MetricDoc, MetricsFormat, metric_docs, metrics_table};
+pub use models::{AnswerName, ModelSettings, ModelTarget, PdRatio};
 pub use notify::NotifyView;
 pub use pool::{
     Authorization, BreakerSettings, BreakerState, EngineLoadView, HealthView, ModelList, OperatorState,
@@ -133,6 +136,8 @@ struct Core {
     admission: Arc<admission::Admission>,
     side_channels: SideChannels,
     kv_events: routing::kv_events::KvEvents,
+    /// What clients call models.
+    models: ArcSwap<models::ModelTable>,
     timelines: Arc<Timelines>,
     viewers: pulse::Viewers,
     metrics: Arc<Metrics>,
@@ -192,6 +197,7 @@ impl Proxy {
             discovery: discovery::Discovery::default(),
             side_channels: SideChannels::default(),
             kv_events: routing::kv_events::KvEvents::default(),
+            models: ArcSwap::default(),
             timelines: Timelines::new(settings.timeline.requests),
             viewers: pulse::Viewers::default(),
             upstream,
@@ -204,6 +210,7 @@ impl Proxy {
             settings: ArcSwap::from_pointee(settings),
         });
         core.pool.set_writers(core.settings().writers.clone());
+        core.take_models(&core.settings().models);
         pool::probe::watch(Arc::clone(&core));
         pool::scrape::watch(Arc::clone(&core));
         fleet::follow(Arc::clone(&core));
@@ -256,7 +263,10 @@ impl Proxy {
     /// # Errors
     /// No engine could serve the request.
     pub async fn cached(&self, endpoint: Endpoint, body: Bytes) -> Result<Vec<CachedPrompt>, ProxyError> {
-        let request = request::ClientRequest::parse(endpoint, body, InjectedHandOff::Refuse)?;
+        let mut request = request::ClientRequest::parse(endpoint, body, InjectedHandOff::Refuse)?;
+        if let Some(served) = self.core.would_serve(request.model(), None) {
+            request.serve_as(&served);
+        }
         Ok(self.core.cached(&request).await)
     }
 
@@ -296,7 +306,7 @@ impl Proxy {
     /// The union of the peers' model lists.
     #[must_use]
     pub fn models(&self) -> ModelList {
-        self.core.pool.models()
+        self.core.pool.models().with(&self.core.models.load())
     }
 
     /// All peers.

@@ -58,7 +58,8 @@ use crate::registry::{Registry, canonical_base_url};
 use crate::request::Endpoint;
 use crate::routing::facts::TokenSize;
 use crate::routing::prefix::PrefixTree as Prefixes;
-use crate::routing::roster::Roster;
+use crate::routing::roster::{Ratios, Roster};
+use crate::routing::surroundings::Surroundings;
 use crate::settings::{Pairing, Settings};
 use crate::warm_up::Turn;
 
@@ -76,7 +77,7 @@ impl Snapshot {
         }
     }
 
-    fn all(&self) -> impl Iterator<Item = &Arc<Peer>> {
+    pub(crate) fn all(&self) -> impl Iterator<Item = &Arc<Peer>> {
         self.prefill.iter().chain(&self.decode)
     }
 
@@ -122,11 +123,15 @@ pub(crate) struct Pool {
     breaker: ArcSwap<BreakerSettings>,
     /// The peers by what they serve.
     roster: ArcSwap<Roster>,
+    /// Models of which not every peer takes requests.
+    ratios: ArcSwap<Ratios>,
     /// Who has probably cached which prompts.
     pub(crate) prefixes: Prefixes,
     /// How many bytes of a prompt make a token.
     pub(crate) token_size: TokenSize,
     dials: Option<Dials>,
+    /// Where choices have time and chance from.
+    pub(crate) surroundings: Surroundings,
 }
 
 impl Pool {
@@ -270,7 +275,7 @@ impl Pool {
         let matrix = Matrix::of(&peers, &self.matrix.load(), &self.pairing.load(), &self.quarantined.lock());
         self.quarantined.lock().retain(|pair, _| matrix.knows(pair));
         self.matrix.store(Arc::new(matrix));
-        self.roster.store(Arc::new(Roster::of(&peers)));
+        self.roster.store(Arc::new(Roster::of(&peers, &self.ratios.load())));
         self.learnt[1].store(wishes, Ordering::Release);
         self.learnt[0].store(registry.revision, Ordering::Release);
     }
@@ -344,7 +349,8 @@ impl Pool {
     }
 
     /// The least busy open peer of a stage that fits and lists the model. When no fitting peer lists
-    /// it, any fitting one: the engine answers in its own words whether it has the model.
+    /// it and some have not told what they serve, any fitting one: the engine answers in its own words whether it
+    /// has the model.
     ///
     /// `tried` are those that have failed this request already.
     ///
@@ -384,7 +390,9 @@ impl Pool {
             None => least_busy(&ready, lists).map(|peer| (peer, true)),
         };
         let serving = model.and_then(|model| first(&|peer| peer.serves(model)));
-        let entered = match serving.or_else(|| first(&|_| true)) {
+        let must_list = model.is_some_and(|model| self.roster().must_list(stage, model));
+        let any = || if must_list { None } else { first(&|_| true) };
+        let entered = match serving.or_else(any) {
             Some((peer, true)) => peer.enter(),
             Some((peer, false)) => match peer.try_enter() {
                 Some(entered) => entered,
@@ -415,7 +423,39 @@ impl Pool {
     /// The peers of now by what they serve.
     pub(crate) fn roster(&self) -> Arc<Roster> {
         let (roster, snapshot) = (self.roster.load_full(), self.snapshot.load_full());
-        if Arc::ptr_eq(&roster.snapshot, &snapshot) { roster } else { Arc::new(Roster::of(&snapshot)) }
+        if Arc::ptr_eq(&roster.snapshot, &snapshot) {
+            return roster;
+        }
+        Arc::new(Roster::of(&snapshot, &self.ratios.load()))
+    }
+
+    /// Other ratios from now on.
+    pub(crate) fn set_ratios(&self, ratios: Ratios) {
+        self.ratios.store(Arc::new(ratios));
+        self.relearn();
+    }
+
+    /// Lets other peers take the requests of models with a ratio, if others are open than were.
+    pub(crate) fn share_out(&self) {
+        let ratios = self.ratios.load();
+        if ratios.is_empty() {
+            return;
+        }
+        let _learning = self.learning.lock();
+        let roster = self.roster.load();
+        let shares = roster.shared_out(&ratios);
+        let is = |one: &[Vec<Arc<Peer>>; 2], other: &[Vec<Arc<Peer>>; 2]| {
+            let all = |lists: &[Vec<Arc<Peer>>; 2]| -> Vec<*const Peer> {
+                lists.iter().flatten().map(Arc::as_ptr).collect()
+            };
+            all(one) == all(other) && one[0].len() == other[0].len()
+        };
+        let same = shares
+            .iter()
+            .all(|(model, lists)| roster.shares().get(model).is_some_and(|before| is(before, lists)));
+        if !same {
+            self.roster.store(Arc::new(roster.with(shares)));
+        }
     }
 
     /// Whether a decode peer has an open prefill peer that can hand off to it.

@@ -14,6 +14,7 @@ pub mod ring;
 pub(crate) mod roster;
 pub mod score;
 pub(crate) mod settings;
+pub(crate) mod surroundings;
 #[cfg(test)]
 mod tests;
 

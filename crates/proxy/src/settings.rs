@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::admission::AdmissionSettings;
 use crate::connection::EngineTls;
 use crate::discovery::DiscoverySettings;
+use crate::models::ModelSettings;
 use crate::pool::{BreakerSettings, Writers};
 use crate::registry_address::RegistryAddress;
 use crate::request::InjectedHandOff;
@@ -66,6 +67,8 @@ pub struct Settings {
     pub routing: RoutingSettings,
     /// Whether a request is split over two engines.
     pub disaggregation: Disaggregation,
+    /// What clients call models.
+    pub models: Vec<ModelSettings>,
 }
 
 /// What is kept of past requests, for operators.

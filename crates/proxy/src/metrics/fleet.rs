@@ -8,12 +8,14 @@ use std::time::Duration;
 
 use super::Metrics;
 use super::list::{
-    OperationLabels, PairLabels, PeerLabel, PeerLabels, ResultLabel, SourceLabel, StageLabel, StateLabel,
+    EngineLabels, ModelLabel, OperationLabels, PairLabels, PeerLabel, PeerLabels, ResultLabel, SourceLabel,
+    StageLabel, StateLabel,
 };
 use crate::admission::Counts;
 use crate::error::Stage;
 use crate::pool::{BreakerState, HealthView};
 use crate::registry::{EngineState, RegistryError, RegistrySnapshot};
+use crate::routing::roster::Shares;
 use crate::store::StoreView;
 use crate::trace::TraceCounts;
 
@@ -24,6 +26,23 @@ fn number(count: usize) -> i64 {
 impl Metrics {
     pub(crate) fn held_bytes(&self, bytes: usize) {
         self.table.held.set(number(bytes));
+    }
+
+    /// Takes in who takes the requests of models with a ratio.
+    pub(crate) fn shares(&self, shares: &Shares) {
+        self.table.model_engines.clear();
+        self.table.model_ratio.clear();
+        for (model, lists) in shares {
+            let [prefill, decode] = lists.each_ref().map(Vec::len);
+            for (stage, count) in [(Stage::Prefill, prefill), (Stage::Decode, decode)] {
+                let labels = EngineLabels { model: Arc::clone(model), stage: stage.label() };
+                self.table.model_engines.get_or_create(&labels).set(number(count));
+            }
+            if prefill > 0 && decode > 0 {
+                let label = ModelLabel { model: Arc::clone(model) };
+                self.table.model_ratio.get_or_create(&label).set(prefill as f64 / decode as f64);
+            }
+        }
     }
 
     pub(crate) fn store(&self, view: &StoreView) {

@@ -89,7 +89,7 @@ impl Pool {
         let first_tier = table.pairs.iter().map(|pair| table.tier(pair)).min()?;
         let mut left: Vec<Scored> =
             table.pairs.iter().filter(|pair| table.tier(pair) == first_tier).copied().collect();
-        let [of_prefill, of_decode] = wanted.settings.policies(wanted.model);
+        let [of_prefill, of_decode] = wanted.policies;
         if of_decode != Policy::Joint {
             let place = self.named(Stage::Decode, of_decode, table, &left, wanted, roster)?;
             left.retain(|pair| pair.decode == place);
@@ -150,7 +150,7 @@ impl Pool {
             factor: wanted.settings.load_factor,
             key,
         });
-        pick(policy, among, keyed.as_ref(), |count| rand::random_range(0..count))
+        pick(policy, among, keyed.as_ref(), |count| self.surroundings.below(count))
     }
 
     /// A pair for a request, if there is one that can hand off. Whether the decode engine alone had better have it
@@ -158,7 +158,7 @@ impl Pool {
     pub(crate) fn choose_pair(&self, wanted: &Wanted<'_>, rule: &Disaggregation) -> Option<Chosen> {
         let roster = self.roster();
         for _ in 0..TRIES {
-            let table = self.table(wanted, &roster, Instant::now());
+            let table = self.table(wanted, &roster, self.surroundings.now());
             let best = self.best(&table, wanted, &roster)?;
             let (d, d_facts) = &table.decode[best.decode];
             let (p, p_facts) = &table.prefill[best.prefill];
@@ -192,12 +192,12 @@ impl Pool {
         let roster = self.roster();
         let settings = wanted.settings;
         let (ask, weights) = (Ask { prompt_tokens: wanted.prompt_tokens }, settings.weights());
-        let policy = settings.policies(wanted.model)[stage as usize];
+        let policy = wanted.policies[stage as usize];
         // With a partner the cheapest one is what the joint choice would take.
         let policy =
             if policy == Policy::Joint && partner.is_some() { Policy::PrefixAffinity } else { policy };
         for _ in 0..TRIES {
-            let now = Instant::now();
+            let now = self.surroundings.now();
             let mut seats = self.seats(stage, wanted, &roster, now);
             seats.retain(|seat| fits(seat.peer));
             let Some(first_tier) = seats.iter().map(Seat::tier).min() else { break };

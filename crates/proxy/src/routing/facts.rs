@@ -152,6 +152,34 @@ fn distance(prefill: &Peer, decode: &Peer, settings: &RoutingSettings) -> f64 {
     costs.map(|cost| cost.cost.as_secs_f64()).sum()
 }
 
+/// A prompt that a prefill engine has computed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Computed {
+    pub(crate) prompt_bytes: usize,
+    pub(crate) tokens: u64,
+    /// Tokens of it that were not computed.
+    pub(crate) cached: u64,
+    /// Tokens that waited there when it was sent, with its own as they were estimated.
+    pub(crate) waiting: u64,
+    pub(crate) took: Duration,
+    /// Of its blocks; zero where that is not known.
+    pub(crate) kv_bytes: u64,
+}
+
+impl Computed {
+    /// Keeps what it says of the engine, and of the length of tokens.
+    pub(crate) fn learnt_of(&self, peer: &Peer, size: &TokenSize) {
+        let estimated = size.tokens(self.prompt_bytes) as u64;
+        size.learn(self.prompt_bytes, self.tokens);
+        let uncached = self.tokens.saturating_sub(self.cached);
+        let ahead = self.waiting.saturating_sub(estimated);
+        if uncached > 0 {
+            peer.routing.prefilled(ahead + uncached, self.took);
+        }
+        peer.routing.handed_off(self.tokens, self.kv_bytes);
+    }
+}
+
 /// How many bytes of a prompt's JSON make a token, as engines have counted of late.
 #[derive(Debug)]
 pub(crate) struct TokenSize(AtomicU64);

@@ -146,7 +146,12 @@ impl PrefixTree {
     /// An empty tree.
     #[must_use]
     pub fn new(settings: PrefixSettings) -> Self {
-        let keys = RandomState::with_seeds(rand::random(), rand::random(), rand::random(), rand::random());
+        Self::with_keys(settings, [rand::random(), rand::random(), rand::random(), rand::random()])
+    }
+
+    /// An empty tree that keeps the same chunks with the same keys.
+    pub(crate) fn with_keys(settings: PrefixSettings, keys: [u64; 4]) -> Self {
+        let keys = RandomState::with_seeds(keys[0], keys[1], keys[2], keys[3]);
         let shards = if settings.entries < SHARDS * SHARDS { 1 } else { SHARDS };
         let room = settings.entries / shards;
         let shards = (0..shards).map(|_| RwLock::new(Shard::new(room))).collect();
