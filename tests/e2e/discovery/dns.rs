@@ -10,6 +10,7 @@ use kvbaton_proxy::PeerSpec;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
+use crate::support::process::run;
 use crate::support::{
     COMPLETIONS, Cluster, DnsMood, DnsServer, PROMPT, Rr, completion, engine_config, generations,
     http_client, single_text, stream_text,
@@ -324,6 +325,54 @@ async fn a_discovered_peer_is_warmed_up_before_it_gets_requests() {
     cluster.wait_ready().await;
     assert_eq!(generations(&engine).len(), 1, "one hand-off before any client's");
     assert_eq!(engine.stats().kv_pulls, 1);
+    engine.shutdown().await;
+    cluster.finish_whatever_was_warned().await;
+}
+
+/// What `kvbaton check` reports, beside the cluster, which lives on the test's own thread.
+async fn check(args: &[&str]) -> Value {
+    let args: Vec<String> =
+        ["check", "--output", "json"].iter().chain(args).map(|arg| (*arg).to_owned()).collect();
+    let ran =
+        tokio::task::spawn_blocking(move || run(&args.iter().map(String::as_str).collect::<Vec<_>>(), &[]));
+    serde_json::from_slice(&ran.await.unwrap().stdout).unwrap()
+}
+
+#[tokio::test]
+async fn a_check_says_what_each_source_names_or_why_it_fails() {
+    let server = DnsServer::start().await;
+    let cluster = cluster(&server, SRV, &[FAILS]).await;
+    let engine = decode_on(&cluster, "127.0.0.1:0").await;
+    server.set("d1.test", &[Rr::Address("127.0.0.1")]);
+    server.set(NAME, &[service(&engine, 1, "d1.test")]);
+    cluster.wait_ready().await;
+    let source = format!("dns:{NAME}");
+    let found = json!([{"source": source, "role": "decode", "urls": [engine.url()], "failure": null}]);
+    let report = check(&["--router", &cluster.url("")]).await;
+    assert_eq!((&report["good"], &report["sources"]), (&json!(true), &found), "{report}");
+    server.mood(NAME, DnsMood::Fail);
+    cluster.wait_for("it fails", async || cluster.log_has(FAILS)).await;
+    let report = check(&["--router", &cluster.url("")]).await;
+    assert_eq!((&report["good"], &report["sources"][0]["urls"]), (&json!(false), &json!([engine.url()])));
+    let what = report["findings"][0]["what"].as_str().unwrap();
+    assert!(what.starts_with(&format!("{source} (decode): no answer from DNS for {NAME} (SRV)")), "{what}");
+
+    // Without a router that runs.
+    server.set("decode.test", &[Rr::Address("127.0.0.1"), Rr::Address("::1")]);
+    let empty = a_source(9).replace("decode.test", "empty.test").replace("\"decode\"", "\"prefill\"");
+    let text = format!(
+        "listen = \"127.0.0.1:0\"\n[discovery]\nnameservers = [\"{}\"]\n{}\n{empty}\n",
+        server.addr,
+        a_source(9)
+    );
+    let file = std::env::temp_dir().join(format!("kvbaton-discovery-{}.toml", std::process::id()));
+    std::fs::write(&file, text).unwrap();
+    let report = check(&["--config", file.to_str().unwrap(), "--wait", "3"]).await;
+    std::fs::remove_file(&file).unwrap();
+    assert_eq!(report["sources"][0]["urls"], json!(["http://127.0.0.1:9", "http://[::1]:9"]), "{report}");
+    let findings = report["findings"].as_array().unwrap();
+    let told = |text: &str| findings.iter().any(|found| found["what"].as_str().unwrap().starts_with(text));
+    assert!(told("dns:empty.test (prefill): it names no engine"), "{report}");
     engine.shutdown().await;
     cluster.finish_whatever_was_warned().await;
 }

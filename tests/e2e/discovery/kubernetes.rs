@@ -9,8 +9,8 @@ use tokio::net::TcpListener;
 
 use crate::support::kubernetes::{EXPIRED, FORBIDDEN, KubeApi, LIST_LATER};
 use crate::support::{
-    COMPLETIONS, Cluster, PROMPT, completion, engine_config, generations, http_client, single_text,
-    stream_text,
+    Authority, COMPLETIONS, Cluster, Front, PROMPT, completion, engine_config, generations, http_client,
+    single_text, stream_text,
 };
 
 /// What the router says of an engine that does not answer.
@@ -206,22 +206,32 @@ async fn who_may_not_read_is_told_what_right_is_missing_and_goes_on_when_it_is_g
 }
 
 #[tokio::test]
-async fn a_kubeconfig_names_the_api_and_the_token() {
+async fn a_kubeconfig_names_the_api_its_authority_and_the_token() {
     let api = KubeApi::start(NOBODY).await;
-    let file = std::env::temp_dir().join(format!("kvbaton-kubeconfig-{}", std::process::id()));
-    let text = format!(
-        "apiVersion: v1\nkind: Config\ncurrent-context: other\n\
-         clusters: [{{name: c, cluster: {{server: 'http://{}'}}}}]\n\
-         users: [{{name: u, user: {{token: secret-of-u}}}}]\n\
-         contexts: [{{name: mine, context: {{cluster: c, user: u}}}}]\n",
-        api.addr
-    );
-    std::fs::write(&file, text).unwrap();
-    let way = format!("kubeconfig = {:?}\ncontext = \"mine\"", file.to_str().unwrap());
-    let cluster =
-        Cluster::builder().decode(0).unready().config(discover(&way)).may_warn(&[GONE]).start().await;
+    let (ours, others) = (Authority::new(), Authority::new());
+    let front = Front::new(&ours.identity("api", &["localhost"]), None);
+    let server = front.before(api.addr);
+    let kubeconfig = |authority: &Authority| {
+        let text = format!(
+            "apiVersion: v1\nkind: Config\ncurrent-context: other\n\
+             clusters: [{{name: c, cluster: {{server: '{server}', certificate-authority: {:?}}}}}]\n\
+             users: [{{name: u, user: {{token: secret-of-u}}}}]\n\
+             contexts: [{{name: mine, context: {{cluster: c, user: u}}}}]\n",
+            authority.certificate.to_str().unwrap()
+        );
+        let file = authority.file("kubeconfig", &text);
+        format!("kubeconfig = {:?}\ncontext = \"mine\"", file.to_str().unwrap())
+    };
+    let start = |way: String| Cluster::builder().decode(0).unready().config(discover(&way)).may_warn(&[GONE]);
+    let cluster = start(kubeconfig(&ours)).start().await;
     wait_addresses(&cluster, &[2]).await;
     assert!(api.authorization().iter().all(|held| held.as_deref() == Some("Bearer secret-of-u")));
-    std::fs::remove_file(&file).unwrap();
+    cluster.finish().await;
+
+    // An API that another authority vouches for is told nothing.
+    let before = api.authorization().len();
+    let cluster = start(kubeconfig(&others)).warns(&[FAILS]).start().await;
+    cluster.wait_for("it fails", async || cluster.log_has(FAILS)).await;
+    assert_eq!(api.authorization().len(), before);
     cluster.finish().await;
 }

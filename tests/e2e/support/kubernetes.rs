@@ -144,8 +144,9 @@ async fn answer(
     if watches { &mut played.watches } else { &mut played.lists }.push(query.clone());
     let json = [("content-type", "application/json")];
     if let Some(status) = played.refuse.get(verb) {
-        let code = serde_json::from_str::<Value>(status).unwrap()["code"].as_u64().unwrap();
-        return (StatusCode::from_u16(code.try_into().unwrap()).unwrap(), json, *status).into_response();
+        let status: Value = serde_json::from_str(status).unwrap();
+        let code = status["code"].as_u64().unwrap().try_into().unwrap();
+        return (StatusCode::from_u16(code).unwrap(), json, status.to_string()).into_response();
     }
     if !watches {
         return (json, page(&with_port(&played.list, played.port), query.get("continue"))).into_response();

@@ -28,6 +28,9 @@ const PAGE: u32 = 500;
 /// Longest pause after failures.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
+/// Watches that may break off in a row before that counts as a failure.
+const PATIENCE: u32 = 5;
+
 const FORBIDDEN: u16 = 403;
 /// The API does not know the state any more from which it shall go on.
 const GONE: u16 = 410;
@@ -108,24 +111,39 @@ impl Watch {
         tell: &mpsc::Sender<Report>,
         failures: &mut u32,
     ) -> Result<Over, SourceFailure> {
+        // Watches in a row that brought nothing, and that broke off.
+        let (mut idle, mut broken) = (0_u32, 0_u32);
         loop {
             let (mut slices, mut version) = self.list(api).await?;
-            *failures = 0;
             if tell.send(slices.report(self.source.port.as_ref())).await.is_err() {
                 return Ok(Over);
             }
-            let mut broken = 0_u32;
             loop {
                 let began = Instant::now();
-                let end = self.watch_once(api, &mut slices, &mut version, tell, &mut broken).await?;
+                let end = self.watch_once(api, &mut slices, &mut version, tell, &mut idle).await?;
+                let is_gone = matches!(end, End::Gone);
                 match end {
                     End::Over => return Ok(Over),
-                    End::Gone => break,
-                    End::Ended => {
-                        // An API that ends each watch at once is not asked without a pause.
-                        tokio::time::sleep_until(began + self.pause(broken)).await;
-                        broken = broken.saturating_add(1);
+                    End::Gone => {}
+                    // Only now: a list may be allowed where a watch is not.
+                    End::Ended => (broken, *failures) = (0, 0),
+                    End::Broken(error) => {
+                        broken = if idle == 0 { 1 } else { broken + 1 };
+                        if broken >= PATIENCE {
+                            return Err(self.failure("watch", error));
+                        }
+                        let source = self.source.label();
+                        tracing::debug!(%source, %error, "a watch broke off, it goes on from there");
                     }
+                }
+                if idle == 0 {
+                    *failures = 0;
+                }
+                // An API that ends each watch at once is not asked without a pause.
+                tokio::time::sleep_until(began + self.pause(idle)).await;
+                idle = idle.saturating_add(1);
+                if is_gone {
+                    break;
                 }
             }
         }
@@ -153,14 +171,13 @@ impl Watch {
         slices: &mut Slices,
         version: &mut String,
         tell: &mpsc::Sender<Report>,
-        broken: &mut u32,
+        idle: &mut u32,
     ) -> Result<End, SourceFailure> {
         // With bookmarks, by which it can go on though none of these slices has changed for long.
         let params = WatchParams::default().labels(&self.selector());
         let events = match api.watch(&params, version).await {
             Ok(events) => events,
-            Err(kube::Error::Api(status)) if status.code == GONE => return Ok(End::Gone),
-            Err(error) => return Err(self.failure("watch", error)),
+            Err(error) => return self.ended(error),
         };
         let mut events = std::pin::pin!(events);
         while let Some(first) = events.next().await {
@@ -180,16 +197,15 @@ impl Watch {
                         changed = true;
                     }
                     Ok(WatchEvent::Bookmark(mark)) => *version = mark.metadata.resource_version,
-                    Ok(WatchEvent::Error(status)) if status.code == GONE => return Ok(End::Gone),
-                    Ok(WatchEvent::Error(status)) => {
-                        return Err(self.failure("watch", kube::Error::Api(status)));
-                    }
+                    Ok(WatchEvent::Error(status)) => return self.ended(kube::Error::Api(status)),
                     Err(error) => {
-                        tracing::debug!(source = %self.source.label(), %error, "a watch broke off, it goes on from there");
-                        return Ok(self.told(changed, slices, tell).await.unwrap_or(End::Ended));
+                        return match self.told(changed, slices, tell).await {
+                            Some(over) => Ok(over),
+                            None => self.ended(error),
+                        };
                     }
                 }
-                *broken = 0;
+                *idle = 0;
                 event = events.next().now_or_never().flatten();
             }
             if let Some(over) = self.told(changed, slices, tell).await {
@@ -203,6 +219,15 @@ impl Watch {
     async fn told(&self, changed: bool, slices: &Slices, tell: &mpsc::Sender<Report>) -> Option<End> {
         let report = || slices.report(self.source.port.as_ref());
         (changed && tell.send(report()).await.is_err()).then_some(End::Over)
+    }
+
+    /// What an error makes of a watch. The status of a refusal comes as a part of the stream.
+    fn ended(&self, error: kube::Error) -> Result<End, SourceFailure> {
+        match error {
+            kube::Error::Api(status) if status.code == GONE => Ok(End::Gone),
+            kube::Error::Api(_) | kube::Error::SerdeError(_) => Err(self.failure("watch", error)),
+            error => Ok(End::Broken(error)),
+        }
     }
 
     fn failure(&self, verb: &'static str, error: kube::Error) -> SourceFailure {
@@ -222,6 +247,8 @@ enum End {
     Over,
     /// It can go on where it was.
     Ended,
+    /// It can go on where it was, unless that happens again and again.
+    Broken(kube::Error),
     /// It cannot.
     Gone,
 }
