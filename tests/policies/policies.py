@@ -80,7 +80,7 @@ def main():
     parser.add_argument("--only", choices=["prefixes", "mixed"])
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--rate", type=float, default=6.0)
-    parser.add_argument("--mixed-rate", type=float, default=3.0)
+    parser.add_argument("--mixed-rate", type=float, default=2.5)
     parser.add_argument("--policy", action="append")
     args = parser.parse_args()
     if args.only != "mixed":
