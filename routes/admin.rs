@@ -10,7 +10,7 @@ use http::StatusCode;
 use http::header::LOCATION;
 use kvbaton_proxy::{
     CachedPrompt, Drained, Endpoint, ExplainAsk, Explanation, HandOffView, PairView, PeerSpec, PeerView,
-    Proxy, Trial,
+    Proxy, SourceView, Trial,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -123,6 +123,16 @@ pub(crate) async fn resume_peer(
     proxy.resume_peer(&id).map(Json).ok_or(RouteError::UnknownPeer { id })
 }
 
+/// The sources of engines' addresses.
+#[derive(Serialize)]
+pub(crate) struct Sources {
+    sources: Vec<SourceView>,
+}
+
+pub(crate) async fn discovery(Shared(proxy): Shared<Proxy>) -> Json<Sources> {
+    Json(Sources { sources: proxy.sources() })
+}
+
 pub(crate) async fn compatibility(Shared(proxy): Shared<Proxy>) -> Json<Pairs> {
     Json(Pairs { pairs: proxy.pairs() })
 }
@@ -154,7 +164,7 @@ pub(crate) async fn explain(
     Shared(proxy): Shared<Proxy>,
     Params(ask): Params<ExplainAsk>,
 ) -> Json<Explanation> {
-    Json(proxy.explain(&ask))
+    Json(proxy.explain(&ask).await)
 }
 
 /// The same for a prompt in the body.
@@ -162,5 +172,5 @@ pub(crate) async fn explain_prompt(
     Shared(proxy): Shared<Proxy>,
     JsonBody(ask): JsonBody<ExplainAsk>,
 ) -> Json<Explanation> {
-    Json(proxy.explain(&ask))
+    Json(proxy.explain(&ask).await)
 }

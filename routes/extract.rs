@@ -10,6 +10,7 @@ use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
 use axum::middleware::Next;
 use axum::response::Response;
 use bytes::BytesMut;
+use futures_util::FutureExt as _;
 use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
 use http_body_util::BodyExt;
@@ -90,12 +91,16 @@ pub(crate) async fn read_body(
     let mut first = Bytes::new();
     let mut joined = BytesMut::new();
     loop {
-        // Who sends a little now and then is as slow as one that is silent.
-        let until = ends.min(Instant::now() + bound.silence);
-        let next = tokio::time::timeout_at(until, body.frame()).await;
-        let Some(frame) = next.map_err(|_elapsed| RouteError::BodyTimeout)? else {
-            break;
+        let mut frame = body.frame();
+        let next = match (&mut frame).now_or_never() {
+            Some(next) => next,
+            None => {
+                // Who sends a little now and then is as slow as one that is silent.
+                let until = ends.min(Instant::now() + bound.silence);
+                tokio::time::timeout_at(until, frame).await.map_err(|_elapsed| RouteError::BodyTimeout)?
+            }
         };
+        let Some(frame) = next else { break };
         let Ok(data) = frame.map_err(|_cut| RouteError::BodyIncomplete)?.into_data() else {
             continue; // trailers
         };

@@ -205,6 +205,7 @@ pub const ENDPOINTS: &[EndpointDoc] = &[
     EndpointDoc::guarded(Method::POST, "/admin/peers/{id}/drain", || post(admin::drain_peer)),
     EndpointDoc::guarded(Method::POST, "/admin/peers/{id}/quarantine", || post(admin::quarantine_peer)),
     EndpointDoc::guarded(Method::POST, "/admin/peers/{id}/resume", || post(admin::resume_peer)),
+    EndpointDoc::guarded(Method::GET, "/admin/discovery", || get(admin::discovery)),
     EndpointDoc::guarded(Method::GET, "/admin/compatibility", || get(admin::compatibility)),
     EndpointDoc::guarded(Method::POST, "/admin/cached", || post(admin::cached)),
     EndpointDoc::guarded(Method::POST, "/admin/pairs/{prefill}/{decode}/try", || post(admin::try_pair)),

@@ -1,6 +1,7 @@
 //! The only settings tree, with the only defaults. File < environment < flags.
 //! Nothing else in the program reads files or the environment for settings.
 
+mod discovery;
 mod faults;
 mod health;
 mod layers;
@@ -12,9 +13,9 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use kvbaton_proxy::{
-    AdmissionSettings, BreakerSettings, Disaggregation, HandOffPolicy, KvEventsSettings, Limits, Nixl,
-    Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, RoutingSettings, Settings, SideChannelSettings,
-    StoreSettings, Streaming, TimelineSettings, Timeouts,
+    AdmissionSettings, BreakerSettings, Disaggregation, DiscoverySettings, HandOffPolicy, KvEventsSettings,
+    Limits, ModelSettings, Nixl, Pairing, PeerSpec, PeerSpecError, Probe, Retry, Role, RoutingSettings,
+    Settings, SideChannelSettings, StoreSettings, Streaming, TimelineSettings, Timeouts,
 };
 use serde::{Deserialize, Serialize};
 
@@ -41,6 +42,8 @@ pub struct Config {
     pub prefill: Vec<PeerSpec>,
     /// Decode engines.
     pub decode: Vec<PeerSpec>,
+    /// Where engines' addresses come from beside these lists.
+    pub discovery: DiscoverySettings,
     /// The simulated fleet that the program can start by itself.
     pub fleet: Fleet,
     /// TLS of that listener.
@@ -102,6 +105,8 @@ pub struct Config {
     pub routing: RoutingSettings,
     /// Whether a request is split over two engines.
     pub disaggregation: Disaggregation,
+    /// What clients call models.
+    pub models: Vec<ModelSettings>,
 }
 
 impl Default for Config {
@@ -110,6 +115,7 @@ impl Default for Config {
             listen: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8000),
             prefill: Vec::new(),
             decode: Vec::new(),
+            discovery: DiscoverySettings::default(),
             fleet: Fleet::default(),
             tls: Tls::default(),
             admin: Admin::default(),
@@ -140,6 +146,7 @@ impl Default for Config {
             timeline: TimelineSettings::default(),
             routing: RoutingSettings::default(),
             disaggregation: Disaggregation::default(),
+            models: Vec::new(),
         }
     }
 }
@@ -233,6 +240,7 @@ impl Config {
             breaker: self.breaker.clone(),
             admission: self.admission.clone(),
             pairing: self.pairing.clone(),
+            discovery: self.discovery.clone(),
             side_channel: self.side_channel.clone(),
             kv_events: self.kv_events.clone(),
             retry: self.retry.clone(),
@@ -246,6 +254,7 @@ impl Config {
             timeline: self.timeline.clone(),
             routing: self.routing.clone(),
             disaggregation: self.disaggregation.clone(),
+            models: self.models.clone(),
         }
     }
 
@@ -255,7 +264,7 @@ impl Config {
         match self.fleet.embedded {
             Embedded::Always => true,
             Embedded::Never => false,
-            Embedded::Auto => self.prefill.is_empty() && self.decode.is_empty(),
+            Embedded::Auto => self.prefill.is_empty() && self.decode.is_empty() && self.discovery.is_empty(),
         }
     }
 
@@ -355,6 +364,7 @@ impl Config {
         health::check(self, &mut wrong);
         routing::check(self, &mut wrong);
         telemetry::check(self, &mut wrong);
+        discovery::check(self, &mut wrong);
         if self.embeds_fleet() && (self.fleet.prefill == 0 || self.fleet.decode == 0) {
             wrong("fleet", "needs at least one engine of each role".into(), "set both counts to 1 or more");
         }

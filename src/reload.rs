@@ -15,7 +15,7 @@ use crate::config::{Config, ConfigFaults};
 use crate::secrets::SecretStore;
 
 /// Settings that hold for whatever begins after they changed; a name stands for all below it.
-const APPLIED: [&str; 42] = [
+const APPLIED: [&str; 44] = [
     "timeouts.prefill",
     "timeouts.decode_head",
     "timeouts.idle",
@@ -26,6 +26,7 @@ const APPLIED: [&str; 42] = [
     "probe",
     "hand_off",
     "pairing",
+    "discovery",
     "disaggregation",
     "routing.prefill",
     "routing.decode",
@@ -40,6 +41,7 @@ const APPLIED: [&str; 42] = [
     "routing.waiting_cost",
     "routing.kv_full_cost",
     "routing.reading_half_life",
+    "models",
     "retry",
     "kv_events",
     "breaker",
@@ -185,6 +187,14 @@ fn changed(one: &Config, other: &Config) -> BTreeSet<String> {
         [("prefill", &one.prefill, &other.prefill), ("decode", &one.decode, &other.decode)]
     {
         if one != other {
+            names.insert(list.to_owned());
+        }
+    }
+    for (list, differ) in [
+        ("discovery.dns", one.discovery.dns != other.discovery.dns),
+        ("discovery.kubernetes", one.discovery.kubernetes != other.discovery.kubernetes),
+    ] {
+        if differ {
             names.insert(list.to_owned());
         }
     }

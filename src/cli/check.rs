@@ -19,7 +19,7 @@ use super::peers::Peer;
 use super::table::{Output, duration, or_dash, say_json, table};
 use super::{ServeArgs, runtime, say};
 use crate::config::load;
-use target::{Pair, Target};
+use target::{Pair, Source, Target};
 use verdict::{Finding, Judgement, NOTHING_READY, of_peer};
 
 #[derive(Debug, Args)]
@@ -46,7 +46,11 @@ pub(super) fn run(args: CheckArgs) -> anyhow::Result<ExitCode> {
     if args.only_settings {
         let config = load(&args.settings.into(), std::env::vars())?;
         let (prefill, decode) = (config.prefill.len(), config.decode.len());
-        say(&format!("good: settings with {prefill} prefill and {decode} decode engine(s)\n"))?;
+        let sources = match config.discovery.dns.len() + config.discovery.kubernetes.len() {
+            0 => String::new(),
+            count => format!(", {count} source(s) of more"),
+        };
+        say(&format!("good: settings with {prefill} prefill and {decode} decode engine(s){sources}\n"))?;
         return Ok(ExitCode::SUCCESS);
     }
     let wait = Duration::try_from_secs_f64(args.wait)
@@ -70,12 +74,13 @@ pub(super) fn run(args: CheckArgs) -> anyhow::Result<ExitCode> {
 /// Everything that was found out.
 struct Report {
     of: String,
+    sources: Vec<Source>,
     peers: Vec<Peer>,
     pairs: Vec<Judgement>,
 }
 
 async fn report(target: &Target) -> Result<Report, CliError> {
-    let peers = target.peers().await?;
+    let (sources, peers) = (target.sources().await?, target.peers().await?);
     let mut pairs = Vec::new();
     let known = target.pairs().await?;
     let bar = progress(known.len());
@@ -85,7 +90,7 @@ async fn report(target: &Target) -> Result<Report, CliError> {
         bar.inc(1);
     }
     bar.finish_and_clear();
-    Ok(Report { of: target.name(), peers, pairs })
+    Ok(Report { of: target.name(), sources, peers, pairs })
 }
 
 async fn judge(target: &Target, pair: Pair) -> Result<Judgement, CliError> {
@@ -104,7 +109,10 @@ fn progress(pairs: usize) -> ProgressBar {
 
 impl Report {
     fn is_good(&self) -> bool {
-        self.roles().is_none() && self.peers.iter().all(|peer| of_peer(peer).is_none()) && self.all_work()
+        self.roles().is_none()
+            && self.sources.iter().all(|source| source.finding().is_none())
+            && self.peers.iter().all(|peer| of_peer(peer).is_none())
+            && self.all_work()
     }
 
     fn all_work(&self) -> bool {
@@ -130,6 +138,15 @@ impl Report {
 
     fn text(&self) -> String {
         let mut text = format!("checked: {}\n\n", self.of);
+        if !self.sources.is_empty() {
+            let row = |source: &Source| {
+                let names = if source.urls.is_empty() { "-".to_owned() } else { source.urls.join(", ") };
+                [source.source.clone(), source.role.clone(), names]
+            };
+            let rows: Vec<[String; 3]> = self.sources.iter().map(row).collect();
+            text.push_str(&table(["SOURCE", "ROLE", "NAMES"], &rows));
+            text.push('\n');
+        }
         let rows: Vec<[String; 5]> = self
             .peers
             .iter()
@@ -159,6 +176,7 @@ impl Report {
             let (what, advice) = what.split_once(": ").unwrap_or((what, ""));
             Finding { what: what.to_owned(), advice: advice.to_owned(), see: NOTHING_READY }
         }));
+        findings.extend(self.sources.iter().filter_map(Source::finding));
         findings.extend(self.peers.iter().filter_map(of_peer));
         // What an engine lacks is said once, not of each of its pairs.
         findings.extend(self.pairs.iter().filter_map(Judgement::finding));
@@ -177,7 +195,15 @@ impl Report {
             .into_iter()
             .map(|found| json!({"what": found.what, "advice": found.advice, "see": found.see}))
             .collect();
-        json!({"good": self.is_good(), "of": self.of, "peers": peers, "pairs": pairs, "findings": findings})
+        let sources: Vec<Value> = self.sources.iter().map(Source::json).collect();
+        json!({
+            "good": self.is_good(),
+            "of": self.of,
+            "sources": sources,
+            "peers": peers,
+            "pairs": pairs,
+            "findings": findings,
+        })
     }
 }
 

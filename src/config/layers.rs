@@ -113,7 +113,7 @@ fn schema() -> Table {
     peer.hand_offs = Some(vec![kvbaton_proxy::Endpoint::Completions]);
     peer.nixl_version = Some("1.5.1".into());
     peer.labels = [("zone".to_owned(), "a".to_owned())].into();
-    let mut sample = Config { prefill: vec![peer.clone()], decode: vec![peer], ..Config::default() };
+    let mut sample = Config { prefill: vec![peer.clone()], decode: vec![peer.clone()], ..Config::default() };
     sample.store.user = Some("user".into());
     sample.store.password = Some("password".into());
     for file in [&mut sample.store.ca, &mut sample.store.cert, &mut sample.store.key] {
@@ -125,9 +125,11 @@ fn schema() -> Table {
     super::health::sample(&mut sample);
     super::routing::sample(&mut sample);
     super::telemetry::sample(&mut sample);
+    super::discovery::sample(&mut sample, &peer);
     sample.side_channel.front.advertise = Some("host".into());
     sample.hand_off.registry_address = "host:1".parse().ok();
     let mut table = Table::try_from(sample).unwrap_or_default();
+    super::discovery::complete(&mut table);
     for list in PEER_LISTS {
         if let Some(Value::Array(peers)) = table.get_mut(list) {
             for peer in peers.iter_mut().filter_map(Value::as_table_mut) {

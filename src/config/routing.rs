@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvbaton_proxy::{LabelCost, ModelPolicies};
+use kvbaton_proxy::{LabelCost, ModelPolicies, ModelSettings, ModelTarget, PdRatio};
 
 use super::Config;
 
@@ -12,6 +12,12 @@ const DEAREST: Duration = Duration::from_secs(3600);
 /// Fills the lists in which keys are looked up that settings may have.
 pub(super) fn sample(config: &mut Config) {
     config.routing.models = vec![ModelPolicies { model: "model".into(), ..ModelPolicies::default() }];
+    config.models = vec![ModelSettings {
+        aliases: vec!["alias".into()],
+        targets: vec![ModelTarget { model: "model".into(), weight: 1 }],
+        pd_ratio: Some(PdRatio { prefill: 1, decode: 1 }),
+        ..ModelSettings::default()
+    }];
     config.routing.locality = vec![LabelCost { label: "zone".into(), cost: Duration::from_millis(1) }];
 }
 
@@ -60,6 +66,9 @@ pub(super) fn check(config: &Config, wrong: &mut impl FnMut(&str, String, &str))
             let key = format!("routing.models[{at}]");
             wrong(&key, "needs a model of its own".into(), "the model's name as requests name it");
         }
+    }
+    for (at, what, hint) in ModelSettings::faults(&config.models) {
+        wrong(&format!("models[{at}]"), what.into(), hint);
     }
     let mut labels = std::collections::BTreeSet::new();
     for (at, cost) in routing.locality.iter().enumerate() {

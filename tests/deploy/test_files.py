@@ -18,6 +18,7 @@ CHART = DEPLOY / "helm/kvbaton"
 VERSIONS = ["1.29", "1.37"]
 HEAD = "# Made of the chart in deploy/helm by KVBATON_RENDER=1 scripts/test-deploy -k plain; do not change by hand.\n"
 WITH_ENGINES = {"engines": {"enabled": True}}
+WITH_DISCOVERY = {"discovery": {"enabled": True, "namespaces": ["default", "llm"]}}
 
 
 def render(values=None):
@@ -38,21 +39,22 @@ def find(text, kind, name):
     return found[0]
 
 
-@pytest.mark.parametrize("values", [{}, WITH_ENGINES])
+@pytest.mark.parametrize("values", [{}, WITH_ENGINES, WITH_DISCOVERY])
 def test_helm_finds_nothing_to_complain_about(values):
     report = lint(CHART, values, strict=True)
     grave = [message for message in report["messages"] if message["severity"] > 1]
     assert grave == [] and report["errors"] == []
 
 
-@pytest.mark.parametrize("values", [{}, WITH_ENGINES])
+@pytest.mark.parametrize("values", [{}, WITH_ENGINES, WITH_DISCOVERY])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_manifests_are_what_kubernetes_knows(values, version):
     kinds = set()
     for document in documents(render(values)):
         kubernetes_validate.validate(document, version, strict=True)
         kinds.add(document["kind"])
-    assert kinds == {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service", "ServiceAccount"}
+    rights = {"Role", "RoleBinding"} if values == WITH_DISCOVERY else set()
+    assert kinds == {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service", "ServiceAccount"} | rights
 
 
 def test_the_plain_manifest_is_the_chart_with_its_engines():
@@ -98,6 +100,25 @@ def test_the_charts_settings_are_right_and_fit_its_pods(tmp_path):
     checked = subprocess.run(command, env={}, capture_output=True, text=True, timeout=60)
     assert (checked.returncode, checked.stderr) == (1, ""), checked
     assert "there are no engines" in checked.stdout, checked
+
+
+def test_discovery_brings_the_right_to_watch_endpoint_slices_and_nothing_else():
+    account = "automountServiceAccountToken"
+    assert not find(render(), "Deployment", "kvbaton")["spec"]["template"]["spec"][account]
+    text = render(WITH_DISCOVERY)
+    assert find(text, "Deployment", "kvbaton")["spec"]["template"]["spec"][account]
+    roles = [one for one in documents(text) if one["kind"] == "Role"]
+    assert [role["metadata"]["namespace"] for role in roles] == ["default", "llm"]
+    rule = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
+    assert all(role["rules"] == [rule] for role in roles)
+    for binding in (one for one in documents(text) if one["kind"] == "RoleBinding"):
+        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "kvbaton", "namespace": "default"}]
+    own = [one for one in documents(render({"discovery": {"enabled": True}})) if one["kind"] == "Role"]
+    assert [role["metadata"]["namespace"] for role in own] == ["default"]
+    settings = Chart.load(CHART).values["settings"] + "\n[[discovery.kubernetes]]\n"
+    with pytest.raises(HelmError):
+        render({"settings": settings})
+    assert "discovery" in render({"settings": settings, **WITH_DISCOVERY})
 
 
 def test_engines_of_the_chart_register_where_the_router_listens():

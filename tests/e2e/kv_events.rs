@@ -3,7 +3,10 @@
 use std::net::SocketAddr;
 
 use engine_sim::{Engine, EngineConfig};
+use kv_connector::kv_events::{BlockHash, BlocksStored, EventBatch, EventPublisher, KvEvent};
 use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio::task::JoinSet;
 
 use crate::support::{COMPLETIONS, Cluster, engine_config, listen};
 
@@ -32,8 +35,22 @@ async fn router() -> Cluster {
 /// Makes a peer of an engine and waits until the router listens to it.
 async fn add(cluster: &Cluster, name: &str, engine: &Engine) {
     let [events, replay] = engine.kv_events_addrs();
-    let mut spec = json!({"role": "prefill", "url": engine.url(), "name": name});
-    spec["kv_events"] = format!("tcp://{}", events.unwrap()).into();
+    add_at(cluster, name, engine, events.unwrap(), replay, json!({})).await;
+}
+
+/// The same where the events come from elsewhere.
+async fn add_at(
+    cluster: &Cluster,
+    name: &str,
+    engine: &Engine,
+    events: SocketAddr,
+    replay: Option<SocketAddr>,
+    mut spec: Value,
+) {
+    spec["role"] = "prefill".into();
+    spec["url"] = engine.url().into();
+    spec["name"] = name.into();
+    spec["kv_events"] = format!("tcp://{events}").into();
     if let Some(replay) = replay {
         spec["kv_events_replay"] = format!("tcp://{replay}").into();
     }
@@ -44,7 +61,12 @@ async fn add(cluster: &Cluster, name: &str, engine: &Engine) {
 }
 
 async fn seen(cluster: &Cluster, name: &str) -> Value {
-    cluster.get(&format!("/admin/peers/{name}")).await.json()["kv_events"][0].clone()
+    all_seen(cluster, name).await[0].clone()
+}
+
+/// Of each rank of a peer.
+async fn all_seen(cluster: &Cluster, name: &str) -> Value {
+    cluster.get(&format!("/admin/peers/{name}")).await.json()["kv_events"].clone()
 }
 
 /// What the router says that its engines have of a request.
@@ -131,6 +153,17 @@ async fn requests_go_where_their_prompt_is_cached() {
         let holder = if name == "a" { "other" } else { "one" };
         let entry = |peer: &str| json!({"peer": peer, "tokens": tokens(peer, holder), "of": 325});
         knows(&cluster, &request, json!([entry("one"), entry("other")])).await;
+        // An explanation asks the engines' events as the request does; nothing was routed yet.
+        let headers = [("content-type", "application/json")];
+        let asked = json!({"model": "sim", "prompt": prompt(name)}).to_string();
+        let explained = cluster.send("POST", "/admin/explain", &headers, asked).await.json();
+        assert_eq!(explained["chosen"]["prefill"], holder, "{explained}");
+        let of = |peer: &str| {
+            let pairs = explained["pairs"].as_array().unwrap();
+            pairs.iter().find(|pair| pair["prefill"] == peer).unwrap()["total"].as_f64().unwrap()
+        };
+        let idle = if holder == "one" { "other" } else { "one" };
+        assert!(of(holder) * 2.0 < of(idle), "{explained}");
         for _ in 0..3 {
             let headers = [("content-type", "application/json"), ("x-kvbaton-explain", "1")];
             let answer = cluster.send("POST", COMPLETIONS, &headers, request.to_string()).await;
@@ -158,4 +191,155 @@ async fn what_an_engine_evicts_is_no_longer_known() {
     assert_eq!(cached(&cluster, &last).await, json!([{"peer": "one", "tokens": 320, "of": 325}]));
     assert!(seen(&cluster, "one").await["blocks"].as_u64().unwrap() <= 49);
     cluster.finish().await;
+}
+
+/// A batch that says that the first 320 tokens of a prompt are cached.
+fn stored(rank: u32, name: &str) -> Vec<u8> {
+    let tokens: Vec<u32> = prompt(name).bytes().take(320).map(u32::from).collect();
+    let first = i128::from(name.as_bytes()[0]) * 100;
+    let blocks = BlocksStored {
+        hashes: (first..first + 20).map(BlockHash::Number).collect(),
+        parent: None,
+        tokens,
+        block_size: 16,
+        lora: None,
+        medium: Some("GPU".to_owned()),
+        extra_keys: None,
+        group: Some(0),
+    };
+    EventBatch { rank: Some(rank), events: vec![KvEvent::Stored(blocks)] }.encode(0.0)
+}
+
+/// Publishes at an address while `serving` is there, and keeps so much for replays.
+async fn publisher(
+    serving: &mut JoinSet<()>,
+    listener: TcpListener,
+    kept: usize,
+) -> (EventPublisher, Option<SocketAddr>) {
+    let publisher = EventPublisher::new(kept);
+    serving.spawn(publisher.clone().serve(listener));
+    if kept == 0 {
+        return (publisher, None);
+    }
+    let replays = listen().await;
+    let addr = replays.local_addr().unwrap();
+    serving.spawn(publisher.clone().serve_replays(replays));
+    (publisher, Some(addr))
+}
+
+/// A reader that is too slow misses what a publisher has no more room for. What it missed in the middle it asks
+/// for; where it cannot, it forgets everything from before.
+#[tokio::test]
+async fn what_was_missed_is_replayed_or_everything_before_it_forgotten() {
+    // As many as wait for a slow reader, and some.
+    const BURST: usize = 1024 + 6;
+    let plain = engine_sim::spawn(EngineConfig::default(), listen().await).await.unwrap();
+    let mut serving = JoinSet::new();
+    for (kept, gaps, before) in [(4096, 0, 320), (0, 1, 0)] {
+        let cluster = router().await;
+        let listener = listen().await;
+        let events = listener.local_addr().unwrap();
+        let (publisher, replays) = publisher(&mut serving, listener, kept).await;
+        add_at(&cluster, "one", &plain, events, replays, json!({})).await;
+        let of = |tokens: usize| json!([{"peer": "one", "tokens": tokens, "of": 325}]);
+        let [first, missed, last] = ["a", "b", "c"].map(|name| completion(&prompt(name).into()));
+        // The subscription has no answer; what is published before it is seen goes nowhere.
+        let mut published = 0;
+        cluster
+            .wait_for("the first batches are known", async || {
+                publisher.publish(stored(0, "a"));
+                published += 1;
+                seen(&cluster, "one").await["blocks"] == 20
+            })
+            .await;
+        cluster
+            .wait_for("all of them are", async || seen(&cluster, "one").await["batches"] == published)
+            .await;
+        assert_eq!(cached(&cluster, &first).await, of(320));
+        // All at once, so that the publisher's task has no turn in between and the first ones are lost.
+        publisher.publish(stored(0, "b"));
+        for _ in 2..BURST {
+            publisher.publish(EventBatch { rank: Some(0), events: Vec::new() }.encode(0.0));
+        }
+        publisher.publish(stored(0, "c"));
+        published += BURST;
+        cluster
+            .wait_for("the last one is known", async || seen(&cluster, "one").await["batches"] == published)
+            .await;
+        for (request, tokens) in [(&first, before), (&missed, before), (&last, 320)] {
+            assert_eq!(cached(&cluster, request).await, of(tokens), "kept {kept}: {request}");
+        }
+        let seen = seen(&cluster, "one").await;
+        let blocks = 20 + before / 320 * 40;
+        assert_eq!(
+            (&seen["gaps"], &seen["refused"], &seen["blocks"]),
+            (&json!(gaps), &json!(0), &json!(blocks))
+        );
+        cluster.finish().await;
+    }
+    plain.shutdown().await;
+}
+
+/// Two listeners with ports in a row.
+async fn in_a_row() -> [TcpListener; 2] {
+    loop {
+        let first = listen().await;
+        let next = first.local_addr().unwrap().port().checked_add(1);
+        if let Some(next) = next
+            && let Ok(second) = TcpListener::bind(("127.0.0.1", next)).await
+        {
+            return [first, second];
+        }
+    }
+}
+
+#[tokio::test]
+async fn each_data_parallel_rank_is_followed_at_its_own_port() {
+    let plain = engine_sim::spawn(EngineConfig::default(), listen().await).await.unwrap();
+    let other = engine_sim::spawn(EngineConfig::default(), listen().await).await.unwrap();
+    let cluster = router().await;
+    let mut serving = JoinSet::new();
+    let [first, second] = in_a_row().await;
+    let addr = first.local_addr().unwrap();
+    let (zero, _) = publisher(&mut serving, first, 0).await;
+    let (one, _) = publisher(&mut serving, second, 0).await;
+    // Both ranks behind one URL, and the second alone behind another.
+    add_at(&cluster, "both", &plain, addr, None, json!({"dp_size": 2})).await;
+    add_at(&cluster, "second", &other, addr, None, json!({"dp_rank": 1})).await;
+    cluster
+        .wait_for("both ranks are subscribed", async || {
+            all_seen(&cluster, "both").await.as_array().unwrap().iter().all(|rank| rank["subscribed"] == true)
+        })
+        .await;
+    let addresses = [0, 1].map(|rank| format!("tcp://127.0.0.1:{}", addr.port() + rank));
+    let both = all_seen(&cluster, "both").await;
+    assert_eq!([&both[0]["address"], &both[1]["address"]], [&addresses[0], &addresses[1]]);
+    assert_eq!(seen(&cluster, "second").await["address"], addresses[1]);
+    let request = completion(&prompt("a").into());
+    let of = |both: usize, second: usize| {
+        let entry = |peer: &str, tokens: usize| json!({"peer": peer, "tokens": tokens, "of": 325});
+        json!([entry("both", both), entry("second", second)])
+    };
+    let publish =
+        async |from: &EventPublisher, batch: Vec<u8>, what: &str, peer: &str, rank: usize, to: u64| {
+            cluster
+                .wait_for(what, async || {
+                    from.publish(batch.clone());
+                    all_seen(&cluster, peer).await[rank][what].as_u64().unwrap() >= to
+                })
+                .await;
+        };
+    // Either rank may get the request, so that what one of them has is not counted on.
+    publish(&zero, stored(0, "a"), "blocks", "both", 0, 20).await;
+    assert_eq!(cached(&cluster, &request).await, of(0, 0));
+    publish(&one, stored(1, "a"), "blocks", "both", 1, 20).await;
+    publish(&one, stored(1, "a"), "blocks", "second", 0, 20).await;
+    assert_eq!(cached(&cluster, &request).await, of(320, 320));
+    // What is not of the rank whose port it is counts for nothing.
+    publish(&one, stored(0, "b"), "refused", "both", 1, 1).await;
+    publish(&zero, stored(0, "b"), "blocks", "both", 0, 40).await;
+    assert_eq!(cached(&cluster, &completion(&prompt("b").into())).await, of(0, 0));
+    plain.shutdown().await;
+    other.shutdown().await;
+    cluster.finish_whatever_was_warned().await;
 }

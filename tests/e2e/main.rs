@@ -21,6 +21,7 @@ mod chaos;
 mod cli;
 mod cors;
 mod credentials;
+mod discovery;
 mod engine_faults;
 mod field_notes;
 mod fleet;
@@ -32,6 +33,7 @@ mod legs;
 mod logs;
 mod malformed_handoff;
 mod metrics;
+mod models;
 #[cfg(feature = "nixl")]
 mod nixl;
 #[cfg(not(feature = "nixl"))]

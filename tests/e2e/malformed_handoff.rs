@@ -212,9 +212,18 @@ async fn a_hand_off_of_more_tokens_than_the_prompt_has_is_refused() {
 
 #[tokio::test]
 async fn item_19_a_hand_off_that_outlived_its_lease_is_never_sent() {
-    let short = |config: &mut Config| {
-        config.hand_off.lease = Duration::from_nanos(1);
+    outlived(|config| config.hand_off.lease = Duration::from_nanos(1)).await;
+}
+
+#[tokio::test]
+async fn item_19_a_prefill_engines_own_lease_counts_before_the_general_one() {
+    outlived(|config| config.prefill[0].lease = Some(Duration::from_nanos(1))).await;
+}
+
+async fn outlived(tune: fn(&mut Config)) {
+    let short = move |config: &mut Config| {
         config.hand_off.lease_margin = Duration::from_secs(5);
+        tune(config);
     };
     let cluster =
         Cluster::builder().config(short).warns(&["hand-off"]).may_warn(&["failed too often"]).start().await;

@@ -44,10 +44,10 @@ async fn is_right(cluster: &Cluster) {
 }
 
 /// Both prefill engines get the fault; whichever is asked first fails, the other is disarmed.
-async fn another_prefill(fault: Fault) {
+async fn another_prefill(fault: Fault, tune: fn(&mut Config)) {
     // Nothing is warned of a kept connection that ends.
     let warnings: &[&str] = if matches!(fault, Fault::Reset { .. }) { &[] } else { &["engine failed"] };
-    let cluster = Cluster::builder().prefill(2).config(quiet_probes).warns(warnings).start().await;
+    let cluster = Cluster::builder().prefill(2).config(tune).warns(warnings).start().await;
     for engine in &cluster.prefill {
         engine.faults().arm(ArmedFault { fault: fault.clone(), leg: Leg::Prefill, sticky: true });
     }
@@ -81,12 +81,50 @@ async fn another_prefill(fault: Fault) {
 
 #[tokio::test]
 async fn item_56_a_prefill_engine_that_answers_503_is_replaced() {
-    another_prefill(refuse(503)).await;
+    another_prefill(refuse(503), quiet_probes).await;
 }
 
 #[tokio::test]
 async fn item_56_a_prefill_engine_that_resets_is_replaced() {
-    another_prefill(Fault::Reset { after_bytes: 0 }).await;
+    another_prefill(Fault::Reset { after_bytes: 0 }, quiet_probes).await;
+}
+
+#[tokio::test]
+async fn item_56_a_prefill_engine_that_is_silent_is_replaced() {
+    let impatient = |config: &mut Config| {
+        quiet_probes(config);
+        config.timeouts.prefill = Duration::from_secs(2);
+        // Nobody listens to it any longer.
+        config.hand_off.abandon_grace = Duration::ZERO;
+    };
+    another_prefill(Fault::Stall { stage: engine_sim::Stage::Arrival }, impatient).await;
+}
+
+#[tokio::test]
+async fn item_56_a_failing_fleet_is_not_stormed_with_new_tries() {
+    let poor = |config: &mut Config| {
+        quiet_probes(config);
+        config.retry.attempts = 2;
+        config.retry.burst = 2;
+        config.retry.per_request = 0.0;
+        config.retry.per_second = 0.0;
+        config.breaker.failures = 1000;
+    };
+    let warned = &["engine failed", "prefill_failed"];
+    let cluster = Cluster::builder().prefill(3).config(poor).warns(warned).start().await;
+    for engine in &cluster.prefill {
+        engine.faults().arm(ArmedFault { fault: refuse(503), leg: Leg::Prefill, sticky: true });
+    }
+    for _ in 0..6 {
+        assert_eq!(cluster.post(COMPLETIONS, &completion(PROMPT, 6)).await.status, 502);
+    }
+    let tried: usize = cluster.prefill.iter().map(|engine| generations(engine).len()).sum();
+    assert_eq!(
+        (tried, retries(&cluster, "prefill").await),
+        (8, 2.0),
+        "six requests and what the fleet may add"
+    );
+    cluster.finish().await;
 }
 
 #[tokio::test]

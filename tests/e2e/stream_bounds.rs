@@ -53,6 +53,30 @@ async fn item_22_comments_while_the_prompt_is_computed() {
 }
 
 #[tokio::test]
+async fn item_22_comments_while_a_request_waits_for_its_turn() {
+    let narrow = |config: &mut kvbaton::config::Config| {
+        config.stream.keep_alive = TICK;
+        config.admission.prefill.requests = 1;
+    };
+    let cluster = Cluster::builder().config(narrow).start().await;
+    let gate = cluster.p().faults().hold(Stage::Arrival, Leg::Prefill);
+    let body = streamed(6);
+    let first = open(&cluster, &body).await;
+    gate.arrived(1).await;
+    let mut second = open(&cluster, &body).await;
+    assert_eq!(second.head().await.0, 200);
+    assert_eq!(second.body_until(&COMMENT.repeat(2)).await.replace(COMMENT, ""), "");
+    assert_eq!(cluster.metric("kvbaton_admission_waiting", &[("stage", "prefill")]).await, 1.0);
+    gate.release();
+    let (rest, end) = second.rest().await;
+    assert_eq!(stream_text(&rest.replace(COMMENT, "")), single_text(COMPLETIONS, &body).await);
+    assert_eq!(end, End::Clean);
+    drop(first);
+    cluster.wait_idle().await;
+    cluster.finish().await;
+}
+
+#[tokio::test]
 async fn item_22_never_a_comment_where_no_stream_was_asked_for_or_by_default() {
     for (interval, stream) in [(TICK, false), (Duration::ZERO, true)] {
         let cluster = Cluster::builder().config(move |c| c.stream.keep_alive = interval).start().await;
@@ -118,7 +142,7 @@ async fn item_22_another_engine_is_still_tried_after_the_first_comment() {
 
 #[tokio::test]
 async fn item_31_a_client_that_leaves_is_a_499_and_no_engines_error() {
-    let cluster = Cluster::builder().start().await;
+    let cluster = Cluster::builder().logs_all().start().await;
     let gate = cluster.d().faults().hold(Stage::MidStream, Leg::Decode);
     let mut wire = open(&cluster, &streamed(40)).await;
     assert_eq!(wire.head().await.0, 200);
@@ -129,6 +153,11 @@ async fn item_31_a_client_that_leaves_is_a_499_and_no_engines_error() {
     cluster
         .wait_for("the request is counted", async || {
             cluster.metric("kvbaton_requests_total", &left).await == 1.0
+        })
+        .await;
+    cluster
+        .wait_for("the request is logged", async || {
+            cluster.log().lines().any(|line| line.contains("status=499") && line.contains("abandoned"))
         })
         .await;
     let all = cluster.metric("kvbaton_requests_total", &[("endpoint", "completions")]).await;

@@ -4,9 +4,12 @@
 mod client;
 mod collector;
 mod credential;
+mod dns;
 #[cfg(feature = "etcd")]
 mod etcd;
 mod fake;
+#[cfg(feature = "kubernetes")]
+pub(crate) mod kubernetes;
 mod log;
 mod pki;
 pub(crate) mod process;
@@ -26,6 +29,7 @@ use tokio::net::TcpListener;
 pub(crate) use client::{Answer, events, http as http_client, stream_text};
 pub(crate) use collector::{Collector, Mood, attribute};
 pub(crate) use credential::credential;
+pub(crate) use dns::{DnsServer, Mood as DnsMood, Rr};
 #[cfg(feature = "etcd")]
 pub(crate) use etcd::{Etcd, EtcdTls, Gate as EtcdGate};
 pub(crate) use fake::{FakeEngine, Gate, Step, chunk, http_answer, sse_head};

@@ -12,6 +12,7 @@ pub mod fit;
 mod golden;
 #[cfg(feature = "registry")]
 pub mod handshake;
+pub mod json;
 #[cfg(feature = "zmq")]
 pub mod kv_events;
 pub mod protocol;

@@ -60,6 +60,8 @@ pub struct EngineConfig {
     pub generation: Generation,
     /// The model's name; it also enters the compatibility hash.
     pub model: String,
+    /// Names of adapters of it, which the engine lists and serves as models of their own.
+    pub adapters: Vec<String>,
     /// The engine id; `None` draws a random UUID, as vLLM does at every start.
     pub engine_id: Option<String>,
     /// Context limit in tokens.
@@ -139,6 +141,7 @@ impl Default for EngineConfig {
             transport: KvTransport::Loopback,
             generation: Generation::V14,
             model: "sim".to_owned(),
+            adapters: Vec::new(),
             engine_id: None,
             max_model_len: 8192,
             layers: 2,

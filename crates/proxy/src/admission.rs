@@ -176,12 +176,11 @@ impl Admission {
     ///
     /// # Errors
     /// There is none, or none came in time.
-    async fn enter(self: &Arc<Self>, ask: &Ask) -> Result<Permit, Busy> {
+    async fn enter(self: &Arc<Self>, ask: &Ask, began: Instant) -> Result<Permit, Busy> {
         let (sender, receiver) = oneshot::channel();
-        let began = Instant::now();
         let offer = self.queue.lock().offer(ask, sender, began);
         let mut waiting = match offer {
-            Offer::Runs => return Ok(self.permit(ask.scopes)),
+            Offer::Runs => return Ok(self.permit(ask.scopes, began)),
             Offer::Refused(refusal) => return Err(self.refused(refusal, None)),
             Offer::Waits(order) => Waiting { admission: self, scopes: ask.scopes, order: Some(order) },
         };
@@ -193,15 +192,15 @@ impl Admission {
         let late = came.is_err() && order.is_some_and(|order| queue.withdraw(ask.scopes, order));
         if !late {
             drop(queue);
-            return Ok(self.permit(ask.scopes));
+            return Ok(self.permit(ask.scopes, Instant::now()));
         }
         let refusal = queue.refusal(queue.blocking(ask.scopes).unwrap_or(DECODE));
         drop(queue);
         Err(self.refused(refusal, Some(BusyReason::Late)))
     }
 
-    fn permit(self: &Arc<Self>, scopes: Scopes) -> Permit {
-        Permit { admission: Arc::clone(self), scopes, since: Instant::now() }
+    fn permit(self: &Arc<Self>, scopes: Scopes, since: Instant) -> Permit {
+        Permit { admission: Arc::clone(self), scopes, since }
     }
 
     fn refused(&self, refusal: Refusal, reason: Option<BusyReason>) -> Busy {
@@ -355,7 +354,7 @@ impl Core {
             client: exchange.client.key.clone(),
         };
         let (began, mut span) = (Instant::now(), exchange.account.trace().span("queue", SpanKind::Internal));
-        let entered = admission.enter(&ask).await;
+        let entered = admission.enter(&ask, began).await;
         exchange.account.tell(|told| told.waited = Some(began.elapsed()));
         let permit = entered.map_err(|busy| {
             span.failed(busy.reason.label());

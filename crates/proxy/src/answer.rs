@@ -1,39 +1,47 @@
 //! An engine's answer on its way to the client: what kind it is, and what of it the client gets.
 
+use std::sync::LazyLock;
+
 use bytes::Bytes;
 use http::Response;
 use http::header::{CONTENT_TYPE, HeaderMap};
-use memchr::memmem;
+use memchr::memmem::Finder;
 
 use crate::account::Account;
 use crate::request::Endpoint;
-use crate::splice::{PromptPart, Spliced, client_answer};
+use crate::splice::{Spliced, Told, client_answer_as};
 use crate::stream::RelayBody;
 use crate::upstream::response_headers;
 
 /// Where answers count cached tokens; the escape is for whoever spells a key in another way.
-const COUNTS: [&[u8]; 3] = [b"cached_tokens", b"cache_read_input_tokens", b"\\u"];
+static COUNTS: LazyLock<[Finder<'static>; 3]> =
+    LazyLock::new(|| ["cached_tokens", "cache_read_input_tokens", "\\u"].map(Finder::new));
+
+/// Where an answer holds a hand-off.
+pub(crate) static HAND_OFF: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new("kv_transfer_params"));
 
 /// A whole answer of a prefill engine as the client's.
 pub(crate) fn relay_whole(head: Response<()>, answer: Bytes, account: &Account) -> Response<RelayBody> {
     let (mut head, ()) = head.into_parts();
     response_headers(&mut head.headers);
-    let body = for_client(answer, Endpoint::Completions, None).unwrap_or_else(|| Spliced::from(Bytes::new()));
+    let body = for_client(answer, Endpoint::Completions, Told::default())
+        .unwrap_or_else(|| Spliced::from(Bytes::new()));
     let status = head.status.as_u16();
     Response::from_parts(head, RelayBody::whole(body, account.clone(), status))
 }
 
 /// The answer as the client gets it, whatever its media type says; none if it seems to hold a hand-off, or
 /// must be completed, and cannot be read.
-pub(crate) fn for_client(answer: Bytes, endpoint: Endpoint, part: Option<&PromptPart>) -> Option<Spliced> {
-    let must_be_read = memmem::find(&answer, b"kv_transfer_params").is_some()
+pub(crate) fn for_client(answer: Bytes, endpoint: Endpoint, told: Told<'_>) -> Option<Spliced> {
+    let part = told.part;
+    let must_be_read = HAND_OFF.find(&answer).is_some()
         || part.is_some_and(|part| part.prompt_logprobs.is_some() || part.echo.is_some());
     // Most engines count no cached tokens, and then P's answer has nothing to add.
-    let counts = || COUNTS.iter().any(|name| memmem::find(&answer, name).is_some());
-    if !must_be_read && (part.is_none() || !counts()) {
+    let counts = || COUNTS.iter().any(|name| name.find(&answer).is_some());
+    if !must_be_read && told.model.is_none() && (part.is_none() || !counts()) {
         return Some(Spliced::from(answer));
     }
-    match client_answer(&answer, endpoint, part) {
+    match client_answer_as(&answer, endpoint, told) {
         Ok(shown) => Some(shown),
         Err(_) if must_be_read => None,
         Err(_) => Some(Spliced::from(answer)),

@@ -23,7 +23,7 @@ use crate::pool::peer::{InFlight, Peer};
 use crate::request::{BypassReason, ClientRequest, Endpoint};
 use crate::request_id::RequestId;
 use crate::retry::{self, Verdict};
-use crate::routing::settings::DisaggregationMode;
+use crate::routing::settings::{DisaggregationMode, Policy};
 use crate::settings::Settings;
 use crate::splice::Spliced;
 use crate::stream::RelayBody;
@@ -51,8 +51,12 @@ pub struct Exchange {
 #[derive(Clone, Debug)]
 pub struct Order {
     pub(crate) request: ClientRequest,
+    /// The client's name for the model (raw JSON), where it is shown in the place of the engine's.
+    pub(crate) shows: Option<Bytes>,
     /// As they were when the request was read: a reload does not change them under it.
     pub(crate) settings: Arc<Settings>,
+    /// How its prefill and its decode engine are chosen.
+    pub(crate) policies: [Policy; 2],
     /// What is still done for it after its end has a span there too.
     pub(crate) trace: Trace,
 }
@@ -64,7 +68,7 @@ impl Order {
         self.request.endpoint()
     }
 
-    /// The model that it names, escapes resolved.
+    /// The model as engines call it, escapes resolved.
     #[must_use]
     pub fn model(&self) -> &str {
         self.request.model()
@@ -99,9 +103,12 @@ impl Core {
             told.key.clone_from(&exchange.client.key);
         });
         let settings = self.settings();
-        let request = ClientRequest::parse(endpoint, body, settings.hand_off.client_injected);
-        let read = request.map_err(ProxyError::from).and_then(|request| {
+        let models = self.models.load();
+        let default = models.default_name().map(|name| &**name);
+        let request = ClientRequest::parse_or(endpoint, body, settings.hand_off.client_injected, default);
+        let read = request.map_err(ProxyError::from).and_then(|mut request| {
             exchange.client.check_model(request.model())?;
+            let shows = self.name_model(&models, &mut request, &settings, exchange)?;
             let of_model = self.metrics.of_model(request.model(), || self.pool.serves(request.model()));
             exchange.account.tell(|told| {
                 told.of_model = Some(of_model);
@@ -110,7 +117,8 @@ impl Core {
             settings.admission.check_size(&request)?;
             let (model, stream) = (request.model(), request.wants_stream());
             exchange.account.read(model, stream, bytes, exchange.client.key.as_ref());
-            Ok(Order { request, settings, trace: exchange.account.trace().clone() })
+            let policies = settings.routing.policies(Some(model));
+            Ok(Order { request, shows, settings, policies, trace: exchange.account.trace().clone() })
         });
         read.inspect_err(|_| exchange.account.failed(Outcome::ClientError))
     }
@@ -147,7 +155,7 @@ impl Core {
         self.admit(settings, Some(&order.request), exchange).await?;
         exchange.account.step(Step::Admitted);
         tries.chunks = self.chunks_of(order);
-        tries.cached = self.cached_by_events(order).await;
+        tries.cached = self.cached_by_events(&order.request, order.policies).await;
         // Both at once: without a D, a prefill would only strand blocks.
         let mut first = FirstChoice::default();
         let choose = || self.choose_both(order, exchange, &tries, &mut first);

@@ -8,6 +8,7 @@ use serde::Serialize;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use crate::pool::origin::Origin;
 use crate::pool::peer::Peer;
 use crate::pool::{Adopted, OperatorState, PeerPlace, PeerSpec, PeerSpecError, PeerView, probe};
 use crate::{Core, Proxy};
@@ -71,14 +72,26 @@ impl Core {
         }
         for peer in leaving {
             tracing::info!(peer = %peer.id, url = %peer.spec.url, "a registered engine is gone, its peer leaves");
-            let core = Arc::clone(self);
-            self.tasks.spawn(async move {
-                tokio::select! {
-                    () = core.stop.cancelled() => {}
-                    () = core.quiet(&peer, |peer| !peer.standing.is_leaving()) => core.pool.let_go(&peer),
-                }
-            });
+            self.see_off(peer);
         }
+    }
+
+    /// Lets a peer that is leaving go when what it has has ended.
+    pub(crate) fn see_off(self: &Arc<Self>, peer: Arc<Peer>) {
+        let core = Arc::clone(self);
+        self.tasks.spawn(async move {
+            tokio::select! {
+                () = core.stop.cancelled() => return,
+                () = core.quiet(&peer, |peer| !peer.standing.is_leaving()) => core.pool.let_go(&peer),
+            }
+            // Its engine may still be registered.
+            if peer.standing.is_leaving() && !peer.standing.is_adopted() {
+                core.side_channels_forgotten(&peer);
+                if core.settings().pairing.adopt_registered {
+                    core.adopt();
+                }
+            }
+        });
     }
 
     /// Waits until a peer has nothing left, or until `enough` holds.
@@ -112,6 +125,8 @@ impl Core {
             conditions.chain(quarantined.map(|peer| (stage(peer), "quarantined"))),
             peers.iter().filter_map(|peer| Some((stage(peer), peer.standing.restarts()?.count))),
         );
+        self.metrics.shares(self.pool.roster().shares());
+        self.metrics.discovered(&self.count_discovered());
     }
 }
 
@@ -121,7 +136,7 @@ impl Proxy {
     /// # Errors
     /// The description cannot be used, or such a peer exists.
     pub fn operator_adds_peer(&self, spec: PeerSpec) -> Result<PeerView, PeerSpecError> {
-        let view = self.add_peer(spec.clone())?;
+        let view = self.add_peer_of(Origin::Operator, spec.clone())?;
         let place = self.place_of(&view.id);
         self.core.pool.operator.change(|state| {
             if let Some(place) = &place {
@@ -239,7 +254,7 @@ impl Proxy {
         }
         for (id, spec) in next.added.iter().filter(|(id, _)| !before.added.contains_key(*id)) {
             let named = PeerSpec { name: Some(id.clone()), ..spec.clone() };
-            match self.add_peer(named) {
+            match self.add_peer_of(Origin::Operator, named) {
                 Ok(_) | Err(PeerSpecError::Exists { .. }) => {}
                 Err(error) => tracing::warn!(peer = %id, %error, "a peer of another router cannot be used"),
             }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use foldhash::fast::RandomState;
 use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::sync::Notify;
@@ -49,7 +50,7 @@ struct Entry {
 /// All live hand-offs.
 #[derive(Debug)]
 pub(crate) struct Ledger {
-    entries: Mutex<HashMap<u64, Entry>>,
+    entries: Mutex<HashMap<u64, Entry, RandomState>>,
     next: AtomicU64,
     /// Told when a hand-off has ended.
     pub(crate) moved: Notify,

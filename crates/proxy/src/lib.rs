@@ -9,6 +9,7 @@ mod client;
 mod connection;
 mod dial;
 mod disagg;
+mod discovery;
 mod error;
 mod fleet;
 mod flow;
@@ -16,13 +17,13 @@ mod flow;
 pub mod fuzzing;
 mod handoff;
 mod held;
-pub mod json;
 mod lease;
 mod ledger;
 mod made_by;
 mod metrics;
 #[cfg(test)]
 mod model;
+mod models;
 mod notify;
 mod pool;
 mod prefill;
@@ -63,13 +64,19 @@ pub use admission::{AdmissionSettings, Busy, BusyReason, BusyScope, NamedLimits,
 pub use client::{Client, ModelScope};
 pub use connection::{EngineTls, public_authorities};
 pub use disagg::{Exchange, Order};
+pub use discovery::{
+    DiscoveryFault, DiscoverySettings, DnsKind, DnsSource, KubernetesSource, PeerScheme, PeerTemplate,
+    PortChoice, SourceFailure, SourceView,
+};
 pub use error::{Broken, Fault, HandOffRefusal, Progress, ProxyError, Stage, UpstreamFailure};
 pub use fleet::{DrainEnd, Drained};
 pub use held::{Held, Share};
 pub use kv_connector::fit::EngineTraits;
+pub use kv_connector::json;
 pub use kv_connector::protocol::params::{Generation, TransferMode};
 pub use ledger::{HandOffState, HandOffView};
 pub use metrics::{MetricDoc, MetricsFormat, metric_docs, metrics_table};
+pub use models::{AnswerName, ModelSettings, ModelTarget, PdRatio};
 pub use notify::NotifyView;
 pub use pool::{
     Authorization, BreakerSettings, BreakerState, EngineLoadView, HealthView, ModelList, OperatorState,
@@ -107,6 +114,7 @@ pub use trial::{Trial, TrialResult, UnknownPeer};
 use ledger::Ledger;
 use metrics::Metrics;
 use pool::Pool;
+use pool::origin::Origin;
 use side_channel::SideChannels;
 use store::Storage;
 use timeline::Timelines;
@@ -117,6 +125,7 @@ struct Core {
     /// Read anew by each step that needs them.
     settings: ArcSwap<Settings>,
     pool: Pool,
+    discovery: discovery::Discovery,
     upstream: Upstream,
     held: Held,
     ledger: Ledger,
@@ -127,6 +136,8 @@ struct Core {
     admission: Arc<admission::Admission>,
     side_channels: SideChannels,
     kv_events: routing::kv_events::KvEvents,
+    /// What clients call models.
+    models: ArcSwap<models::ModelTable>,
     timelines: Arc<Timelines>,
     viewers: pulse::Viewers,
     metrics: Arc<Metrics>,
@@ -183,8 +194,10 @@ impl Proxy {
             registry,
             notifier,
             pool: Pool::new(&settings, upstream.dials().clone()),
+            discovery: discovery::Discovery::default(),
             side_channels: SideChannels::default(),
             kv_events: routing::kv_events::KvEvents::default(),
+            models: ArcSwap::default(),
             timelines: Timelines::new(settings.timeline.requests),
             viewers: pulse::Viewers::default(),
             upstream,
@@ -197,9 +210,11 @@ impl Proxy {
             settings: ArcSwap::from_pointee(settings),
         });
         core.pool.set_writers(core.settings().writers.clone());
+        core.take_models(&core.settings().models);
         pool::probe::watch(Arc::clone(&core));
         pool::scrape::watch(Arc::clone(&core));
         fleet::follow(Arc::clone(&core));
+        discovery::start(&core);
         side_channel::start(&core);
         routing::kv_events::start(&core);
         core.tasks.spawn(core.registry.clone().expire_until(core.stop.clone()));
@@ -248,7 +263,10 @@ impl Proxy {
     /// # Errors
     /// No engine could serve the request.
     pub async fn cached(&self, endpoint: Endpoint, body: Bytes) -> Result<Vec<CachedPrompt>, ProxyError> {
-        let request = request::ClientRequest::parse(endpoint, body, InjectedHandOff::Refuse)?;
+        let mut request = request::ClientRequest::parse(endpoint, body, InjectedHandOff::Refuse)?;
+        if let Some(served) = self.core.would_serve(request.model(), None) {
+            request.serve_as(&served);
+        }
         Ok(self.core.cached(&request).await)
     }
 
@@ -288,7 +306,7 @@ impl Proxy {
     /// The union of the peers' model lists.
     #[must_use]
     pub fn models(&self) -> ModelList {
-        self.core.pool.models()
+        self.core.pool.models().with(&self.core.models.load())
     }
 
     /// All peers.
@@ -310,13 +328,23 @@ impl Proxy {
     /// # Errors
     /// The description cannot be used, or such a peer exists.
     pub fn add_peer(&self, spec: PeerSpec) -> Result<PeerView, PeerSpecError> {
-        let peer = self.core.pool.add(spec)?;
+        self.add_peer_of(Origin::Settings, spec)
+    }
+
+    fn add_peer_of(&self, origin: Origin, spec: PeerSpec) -> Result<PeerView, PeerSpecError> {
+        let peer = self.core.pool.add_of(origin, spec)?;
         let view = peer.view(&self.core.notifier);
         if peer.spec.notify {
             self.core.notifier.prepare();
         }
         pool::probe::probe_soon(&self.core, peer);
         Ok(view)
+    }
+
+    /// The sources of engines' addresses.
+    #[must_use]
+    pub fn sources(&self) -> Vec<SourceView> {
+        self.core.source_views()
     }
 
     /// The live hand-offs, oldest first.

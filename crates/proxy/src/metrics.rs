@@ -12,6 +12,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use foldhash::fast::RandomState;
 use parking_lot::RwLock;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::registry::Registry;
@@ -19,8 +20,8 @@ use prometheus_client::registry::Registry;
 use crate::error::{HandOffRefusal, Stage, UpstreamFailure};
 use crate::side_channel::channels::SideChannelState;
 use list::{
-    DecisionLabels, FailureLabels, ModelLabel, ReasonLabel, RequestLabels, ResultLabel, StageLabel, Table,
-    WayLabel,
+    DecisionLabels, FailureLabels, ModelLabel, NameLabels, ReasonLabel, RequestLabels, ResultLabel,
+    StageLabel, Table, WayLabel,
 };
 pub(crate) use outcome::{AbandonedPrefill, HandOffResult, Outcome, Way};
 pub use page::{MetricsFormat, metrics_table};
@@ -45,7 +46,7 @@ pub fn metric_docs() -> Vec<MetricDoc> {
 pub(crate) struct Metrics {
     registry: Registry,
     table: Table,
-    models: RwLock<HashMap<Arc<str>, Arc<OfModel>>>,
+    models: RwLock<HashMap<Arc<str>, Arc<OfModel>, RandomState>>,
     other: Arc<OfModel>,
 }
 
@@ -168,6 +169,12 @@ impl Metrics {
         }
         let model = models.entry(Arc::from(name)).or_insert_with(|| OfModel::of(&self.table, name));
         Arc::clone(model)
+    }
+
+    /// A name of the settings became a model.
+    pub(crate) fn model_named(&self, asked: &Arc<str>, served: &Arc<str>) {
+        let labels = NameLabels { asked: Arc::clone(asked), served: Arc::clone(served) };
+        self.table.names.get_or_create(&labels).inc();
     }
 
     /// The metrics of requests that name no model that is known.

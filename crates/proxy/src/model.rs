@@ -15,7 +15,7 @@ use tokio_util::task::TaskTracker;
 
 use crate::held::Held;
 use crate::upstream::Upstream;
-use crate::{Client, Endpoint, Exchange, PeerSpec, Proxy, RequestId, Role, Settings};
+use crate::{Client, Endpoint, Exchange, HandOffState, PeerSpec, Proxy, RequestId, Role, Settings};
 use engine::{LONGEST_PREFILL, TRUTH};
 use world::Dice;
 pub(crate) use world::World;
@@ -130,4 +130,39 @@ fn under_random_faults_nothing_is_held_and_no_answer_is_wrong() {
         seed += 1;
     }
     assert!(answered as u64 * 5 > (seed - first) * REQUESTS, "{answered} answers of {} seeds", seed - first);
+}
+
+/// Waits until something is the case; how long that took.
+async fn until(holds: impl Fn() -> bool) -> Duration {
+    let began = tokio::time::Instant::now();
+    while !holds() {
+        assert!(began.elapsed() < Duration::from_secs(60));
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    began.elapsed()
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_engine_that_comes_back_is_asked_at_once_for_what_nobody_could_release() {
+    let (p, d) = (PREFILL[0], DECODE[0]);
+    let world = World::new(7, &[p, d]);
+    world.stop_faults();
+    let (proxy, tasks, stop) = fleet(&world);
+    until(|| proxy.peers().iter().filter(|peer| peer.accepts).count() == 2).await;
+    let asked = tasks.spawn(ask(proxy.clone(), false, 4));
+    until(|| !world.held().is_empty()).await;
+    world.end(d);
+    assert_eq!(asked.await.unwrap(), Ok(false), "nobody can decode it");
+    until(|| proxy.hand_offs().iter().any(|live| live.state == HandOffState::Stranded)).await;
+    // The pauses between its tries have grown to 8 s, the last of which has just begun.
+    tokio::time::sleep(Duration::from_millis(7_800)).await;
+    assert_eq!((world.held().len(), proxy.hand_offs().len()), (1, 1));
+    world.restart(d);
+    let freed = until(|| world.held().is_empty()).await;
+    assert!(freed < Duration::from_secs(2), "{freed:?}");
+    until(|| proxy.hand_offs().is_empty()).await;
+    stop.cancel();
+    drop(proxy);
+    tasks.close();
+    tasks.wait().await;
 }

@@ -2,6 +2,7 @@
 
 mod adopt;
 pub(crate) mod breaker;
+mod discovered;
 mod exchange;
 mod glance;
 pub(crate) mod health;
@@ -9,6 +10,7 @@ pub(crate) mod load;
 pub(crate) mod matrix;
 mod models;
 pub(crate) mod operator;
+pub(crate) mod origin;
 mod outcome;
 pub(crate) mod pairing;
 pub(crate) mod peer;
@@ -29,6 +31,7 @@ use parking_lot::Mutex;
 
 pub(crate) use adopt::Adopted;
 pub use breaker::{BreakerSettings, BreakerState};
+pub(crate) use discovered::Discovered;
 use health::Health;
 pub use health::HealthView;
 pub use load::EngineLoadView;
@@ -37,12 +40,14 @@ pub use matrix::{PairView, QuarantineView};
 pub use models::ModelList;
 use operator::Operator;
 pub use operator::{OperatorState, PeerPlace};
+use origin::Origin;
 pub use pairing::Verdict;
 use pairing::{ByAddress, Identity};
 pub use peer::{Authorization, PeerFault, PeerSpec, PeerSpecError, PeerState, PeerView, Role, is_host};
 use peer::{InFlight, Peer};
 pub use readiness::Readiness;
 pub use standing::Restarts;
+use standing::Standing;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 pub use writers::Writers;
@@ -53,7 +58,7 @@ use crate::registry::{Registry, canonical_base_url};
 use crate::request::Endpoint;
 use crate::routing::facts::TokenSize;
 use crate::routing::prefix::PrefixTree as Prefixes;
-use crate::routing::roster::Roster;
+use crate::routing::roster::{Ratios, Roster};
 use crate::routing::surroundings::Surroundings;
 use crate::settings::{Pairing, Settings};
 use crate::warm_up::Turn;
@@ -72,7 +77,7 @@ impl Snapshot {
         }
     }
 
-    fn all(&self) -> impl Iterator<Item = &Arc<Peer>> {
+    pub(crate) fn all(&self) -> impl Iterator<Item = &Arc<Peer>> {
         self.prefill.iter().chain(&self.decode)
     }
 
@@ -118,6 +123,8 @@ pub(crate) struct Pool {
     breaker: ArcSwap<BreakerSettings>,
     /// The peers by what they serve.
     roster: ArcSwap<Roster>,
+    /// Models of which not every peer takes requests.
+    ratios: ArcSwap<Ratios>,
     /// Who has probably cached which prompts.
     pub(crate) prefixes: Prefixes,
     /// How many bytes of a prompt make a token.
@@ -162,29 +169,37 @@ impl Pool {
         peer
     }
 
-    /// Adds a peer; it takes requests after its first good probe.
+    /// Adds a peer as the settings do.
+    #[cfg(test)]
+    pub(crate) fn add(&self, spec: PeerSpec) -> Result<Arc<Peer>, PeerSpecError> {
+        self.add_of(Origin::Settings, spec)
+    }
+
+    /// Adds a peer that somebody names; it takes requests after its first good probe.
     ///
     /// # Errors
     /// The description cannot be used, or such a peer exists.
-    pub(crate) fn add(&self, spec: PeerSpec) -> Result<Arc<Peer>, PeerSpecError> {
+    pub(crate) fn add_of(&self, origin: Origin, spec: PeerSpec) -> Result<Arc<Peer>, PeerSpecError> {
         let mut numbers = self.changes.lock();
         let current = self.snapshot.load();
         let id = match &spec.name {
             Some(name) => checked_name(name)?,
             None => numbered(&current, &mut numbers, spec.role),
         };
-        // Who came by registration gives way to whoever is named.
+        // Whom nobody named gives way to whoever is named.
         let is_here = |peer: &Arc<Peer>| is_same_place(&peer.spec, &spec);
-        let twin = current
-            .all()
-            .find(|peer| (peer.id == id || is_here(peer)) && !(peer.standing.is_adopted() && is_here(peer)));
+        let twin = current.all().find(|peer| {
+            (peer.id == id || is_here(peer)) && !(peer.standing.origin().gives_way() && is_here(peer))
+        });
         if let Some(twin) = twin {
             return Err(PeerSpecError::Exists { id: twin.id.clone() });
         }
         let mut next = Snapshot::clone(&current);
         next.prefill.retain(|peer| !is_here(peer));
         next.decode.retain(|peer| !is_here(peer));
-        let peer = Arc::new(self.watched(Peer::new(id, spec)?));
+        let mut peer = self.watched(Peer::new(id, spec)?);
+        peer.standing = Standing::of(origin);
+        let peer = Arc::new(peer);
         if self.pairing.load().warm_up {
             peer.warmth.cool();
         }
@@ -260,7 +275,7 @@ impl Pool {
         let matrix = Matrix::of(&peers, &self.matrix.load(), &self.pairing.load(), &self.quarantined.lock());
         self.quarantined.lock().retain(|pair, _| matrix.knows(pair));
         self.matrix.store(Arc::new(matrix));
-        self.roster.store(Arc::new(Roster::of(&peers)));
+        self.roster.store(Arc::new(Roster::of(&peers, &self.ratios.load())));
         self.learnt[1].store(wishes, Ordering::Release);
         self.learnt[0].store(registry.revision, Ordering::Release);
     }
@@ -334,7 +349,8 @@ impl Pool {
     }
 
     /// The least busy open peer of a stage that fits and lists the model. When no fitting peer lists
-    /// it, any fitting one: the engine answers in its own words whether it has the model.
+    /// it and some have not told what they serve, any fitting one: the engine answers in its own words whether it
+    /// has the model.
     ///
     /// `tried` are those that have failed this request already.
     ///
@@ -374,7 +390,9 @@ impl Pool {
             None => least_busy(&ready, lists).map(|peer| (peer, true)),
         };
         let serving = model.and_then(|model| first(&|peer| peer.serves(model)));
-        let entered = match serving.or_else(|| first(&|_| true)) {
+        let must_list = model.is_some_and(|model| self.roster().must_list(stage, model));
+        let any = || if must_list { None } else { first(&|_| true) };
+        let entered = match serving.or_else(any) {
             Some((peer, true)) => peer.enter(),
             Some((peer, false)) => match peer.try_enter() {
                 Some(entered) => entered,
@@ -405,7 +423,39 @@ impl Pool {
     /// The peers of now by what they serve.
     pub(crate) fn roster(&self) -> Arc<Roster> {
         let (roster, snapshot) = (self.roster.load_full(), self.snapshot.load_full());
-        if Arc::ptr_eq(&roster.snapshot, &snapshot) { roster } else { Arc::new(Roster::of(&snapshot)) }
+        if Arc::ptr_eq(&roster.snapshot, &snapshot) {
+            return roster;
+        }
+        Arc::new(Roster::of(&snapshot, &self.ratios.load()))
+    }
+
+    /// Other ratios from now on.
+    pub(crate) fn set_ratios(&self, ratios: Ratios) {
+        self.ratios.store(Arc::new(ratios));
+        self.relearn();
+    }
+
+    /// Lets other peers take the requests of models with a ratio, if others are open than were.
+    pub(crate) fn share_out(&self) {
+        let ratios = self.ratios.load();
+        if ratios.is_empty() {
+            return;
+        }
+        let _learning = self.learning.lock();
+        let roster = self.roster.load();
+        let shares = roster.shared_out(&ratios);
+        let is = |one: &[Vec<Arc<Peer>>; 2], other: &[Vec<Arc<Peer>>; 2]| {
+            let all = |lists: &[Vec<Arc<Peer>>; 2]| -> Vec<*const Peer> {
+                lists.iter().flatten().map(Arc::as_ptr).collect()
+            };
+            all(one) == all(other) && one[0].len() == other[0].len()
+        };
+        let same = shares
+            .iter()
+            .all(|(model, lists)| roster.shares().get(model).is_some_and(|before| is(before, lists)));
+        if !same {
+            self.roster.store(Arc::new(roster.with(shares)));
+        }
     }
 
     /// Whether a decode peer has an open prefill peer that can hand off to it.

@@ -153,20 +153,11 @@ impl Core {
         }
     }
 
+    /// As long as it takes: whoever waits for it, or hears it out, has a deadline.
     async fn whole_answer(&self, leg: Leg<'_>, settings: &Settings, anew: bool) -> Answered {
         let stage = leg.stage;
-        let deadline = settings.timeouts.prefill + settings.hand_off.abandon_grace;
-        let exchange = async {
-            let sent = if anew {
-                self.upstream.send_anew(leg, deadline).await
-            } else {
-                self.upstream.send(leg, deadline).await
-            };
-            let (head, body) = sent?.into_parts();
-            let answer = self.upstream.collect(stage, body, settings.limits.answer_bytes).await?;
-            Ok((Response::from_parts(head, ()), answer))
-        };
-        let silent = UpstreamFailure::new(stage, Broken::Timeout, Progress::Sent);
-        timeout(deadline, exchange).await.unwrap_or(Err(silent))
+        let (head, body) = self.upstream.send_without_end(leg, anew).await?.into_parts();
+        let answer = self.upstream.collect(stage, body, settings.limits.answer_bytes).await?;
+        Ok((Response::from_parts(head, ()), answer))
     }
 }

@@ -10,13 +10,13 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::Core;
 use crate::answer::{for_client, is_binary, is_type};
-use crate::client;
 use crate::disagg::Exchange;
 use crate::error::{Broken, Progress, ProxyError, Stage, UpstreamFailure};
 use crate::flow::Flow;
 use crate::metrics::Outcome;
-use crate::request::{Endpoint, pass_through_body};
+use crate::request::{Endpoint, pass_through_as};
 use crate::settings::Settings;
+use crate::splice::Told;
 use crate::stream::{Bounds, Events, Guards, RelayBody};
 use crate::timeline::Step;
 use crate::upstream::{Leg, X_DATA_PARALLEL_RANK, request_headers, response_headers};
@@ -41,7 +41,9 @@ impl Core {
                 guards.flow.streams();
             }
             let share = self.held.share();
-            let events = is_stream.then(|| Events::new(guards.endpoint, guards.part.take(), share, limit));
+            let events = is_stream.then(|| {
+                Events::new(guards.endpoint, guards.part.take(), share, limit).naming(guards.model.take())
+            });
             let bounds = Bounds { idle: self.upstream.idle(), ends, cut: self.cut.clone() };
             return Ok(Response::from_parts(head, RelayBody::live(body, guards, events, bounds)));
         }
@@ -54,7 +56,8 @@ impl Core {
         if head.status.is_success() {
             guards.was_read();
         }
-        let body = for_client(whole, guards.endpoint, part.as_ref()).ok_or(failure(Broken::Protocol))?;
+        let told = Told { part: part.as_ref(), model: guards.model.as_ref() };
+        let body = for_client(whole, guards.endpoint, told).ok_or(failure(Broken::Protocol))?;
         let status = head.status.as_u16();
         Ok(Response::from_parts(head, RelayBody::whole(body, guards.account.clone(), status)))
     }
@@ -87,14 +90,14 @@ impl Core {
         });
         exchange.client.check_body(&body)?;
         let settings = self.settings();
-        let whole = body.clone();
-        let body = pass_through_body(body, settings.hand_off.client_injected)?;
+        let named = self.named_in(&body, &settings, exchange);
+        let renamed = named.as_ref().and_then(|named| named.served_as.as_ref());
+        let body = pass_through_as(body, settings.hand_off.client_injected, renamed)?;
         self.admit(&settings, None, exchange).await?;
         exchange.account.step(Step::Admitted);
         self.pool.learn(&self.registry);
-        // Engines of a credential for certain models get no request of which that is not known.
-        let model = if self.pool.has_bound() { client::only_model(&whole) } else { None };
-        let choose = || self.pool.choose(Stage::Decode, model.as_deref(), &[], |_| true);
+        let model = named.as_ref().map(|named| &*named.model);
+        let choose = || self.pool.choose(Stage::Decode, model, &[], |_| true);
         let in_flight = exchange.account.choosing(Stage::Decode, choose)?;
         let peer = Arc::clone(&in_flight.peer);
         exchange.account.tell(|told| told.decode = Some(Arc::clone(&peer)));
@@ -130,6 +133,7 @@ impl Core {
             in_flight,
             lease: None,
             part: None,
+            model: named.and_then(|named| named.asked_as),
             account: exchange.account.clone(),
             status,
             metrics: Arc::clone(&self.metrics),

@@ -46,7 +46,8 @@ impl Proxy {
         core.admission.reload(&settings.admission, |stage| core.pool.ready(stage));
         core.pool.set_writers(settings.writers.clone());
         core.pool.set_pairing(settings.pairing.clone());
-        let adopts = settings.pairing.adopt_registered;
+        core.take_models(&settings.models);
+        let (adopts, discovery) = (settings.pairing.adopt_registered, settings.discovery.clone());
         core.settings.store(Arc::new(settings));
         let ids = |peers: &[Arc<crate::pool::peer::Peer>]| peers.iter().map(|peer| peer.id.clone()).collect();
         let changes = PeerChanges {
@@ -63,6 +64,7 @@ impl Proxy {
             }
             probe::probe_soon(core, peer);
         }
+        core.discover_from(&discovery);
         if adopts {
             core.adopt();
         }

@@ -15,12 +15,13 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use self::fields::Field;
-use self::plan::Plan;
+use self::plan::{Changes, Plan};
 use self::prompt::PromptSpans;
 use self::seen::Seen;
-use crate::json::{JsonFault, JsonFaultKind, members};
+use crate::json::{JsonFault, JsonFaultKind, members, push_string};
 use crate::splice::{Span, Spliced};
 
+pub(crate) use self::plan::pass_through_as;
 pub use self::plan::{FromPrefill, MAX_EDITS, pass_through_body};
 pub use self::prompt::PromptParts;
 
@@ -216,6 +217,9 @@ impl From<JsonFault> for BadRequest {
 pub struct ClientRequest {
     body: Bytes,
     model: Box<str>,
+    /// Where the engines call the model otherwise than the client.
+    renamed: Option<Renamed>,
+    user: Option<Span>,
     stream: bool,
     bypass: Option<BypassReason>,
     from_prefill: FromPrefill,
@@ -225,6 +229,15 @@ pub struct ClientRequest {
     stripped: bool,
     size: Size,
     plan: Plan,
+}
+
+/// A model that clients and engines call by different names.
+#[derive(Clone, Debug)]
+struct Renamed {
+    /// The client's name.
+    asked: Box<str>,
+    /// The engines', as raw JSON.
+    served: Bytes,
 }
 
 /// What the limits on single requests look at.
@@ -240,6 +253,19 @@ impl ClientRequest {
     /// # Errors
     /// When the body is not one JSON object, names no model, or holds a hand-off that policy refuses.
     pub fn parse(endpoint: Endpoint, body: Bytes, on_injected: InjectedHandOff) -> Result<Self, BadRequest> {
+        Self::parse_or(endpoint, body, on_injected, None)
+    }
+
+    /// As [`Self::parse`], with a model for a request that names none.
+    ///
+    /// # Errors
+    /// As [`Self::parse`].
+    pub(crate) fn parse_or(
+        endpoint: Endpoint,
+        body: Bytes,
+        on_injected: InjectedHandOff,
+        default: Option<&str>,
+    ) -> Result<Self, BadRequest> {
         let mut seen = Seen::default();
         let mut plan = Plan::new(endpoint);
         for member in members(&body)? {
@@ -256,16 +282,20 @@ impl ClientRequest {
         }
         let (bypass, stripped) = (seen.bypass(), plan.injected().is_some());
         let (from_prefill, prompt, size) = (seen.wanted_of_prefill(), seen.text, seen.size);
-        let (prompt_bytes, spans) = (seen.prompt_bytes, seen.spans);
-        let model = match seen.model {
-            // There the engines use what they serve.
-            None if endpoint == Endpoint::Responses => Box::default(),
-            None => return Err(BadRequest::MissingModel),
-            Some(None) => return Err(BadRequest::WrongType { field: "model", expected: "a string" }),
-            Some(Some(model)) => model,
+        let (prompt_bytes, spans, user) = (seen.prompt_bytes, seen.spans, seen.user);
+        let mut renamed = None;
+        let model: Box<str> = match (seen.model, default) {
+            // Nothing could be added to a body without members, nor could any engine use it.
+            (None, Some(default)) if !plan.is_empty() => {
+                renamed = Some(Renamed { asked: Box::default(), served: quoted(default) });
+                default.into()
+            }
+            (model, _) => named(model, endpoint)?,
         };
         Ok(Self {
             model,
+            renamed,
+            user,
             stream: seen.stream,
             bypass,
             from_prefill,
@@ -284,9 +314,37 @@ impl ClientRequest {
         self.plan.endpoint()
     }
 
-    /// The model, escapes resolved.
+    /// The model as engines call it, escapes resolved.
     pub fn model(&self) -> &str {
         &self.model
+    }
+
+    /// The engines call the model otherwise.
+    pub(crate) fn serve_as(&mut self, served: &str) {
+        if *self.model == *served {
+            return;
+        }
+        let quoted = quoted(served);
+        let model = std::mem::replace(&mut self.model, served.into());
+        match &mut self.renamed {
+            Some(renamed) => renamed.served = quoted,
+            None => self.renamed = Some(Renamed { asked: model, served: quoted }),
+        }
+    }
+
+    /// The client's name for the model as raw JSON, where the engines have another.
+    pub(crate) fn asked_as(&self) -> Option<Bytes> {
+        let asked = self.renamed.as_ref().map(|renamed| &*renamed.asked);
+        asked.filter(|asked| !asked.is_empty()).map(quoted)
+    }
+
+    /// The `user` as it stands in the body.
+    pub(crate) fn user(&self) -> Option<&[u8]> {
+        self.user.map(|span| &self.body[Range::from(span)])
+    }
+
+    fn changes(&self) -> Changes<'_> {
+        Changes { model: self.renamed.as_ref().map(|renamed| &renamed.served), ..Changes::default() }
     }
 
     /// Whether the engines would stream the answer, reading `stream` as leniently as they do.
@@ -349,7 +407,7 @@ impl ClientRequest {
     ///
     /// `ignore_eos` is for engines that hand off only what ended by length.
     pub fn prefill_body(&self, ignore_eos: bool) -> Spliced {
-        self.plan.prefill_body(&self.body, ignore_eos)
+        self.plan.prefill_body(&self.body, Changes { ignore_eos, ..self.changes() })
     }
 
     /// The body that makes a decode engine read `hand_off` (raw JSON) and forget it: one token, no stream.
@@ -357,12 +415,32 @@ impl ClientRequest {
     /// `salt`, which must need no JSON escape, keeps what is read out of other requests' prefix cache: the
     /// blocks may already hold something else.
     pub fn release_body(&self, hand_off: Bytes, salt: &str) -> Spliced {
-        self.plan.release_body(&self.body, hand_off, salt, self.from_prefill)
+        let changes = Changes { without: self.from_prefill, ..self.changes() };
+        self.plan.release_body(&self.body, hand_off, salt, changes)
     }
 
     /// The body for the decode engine: the client's, with `hand_off` (raw JSON) added if there is one, and
     /// then without what only the prefill engine can answer.
     pub fn decode_body(&self, hand_off: Option<Bytes>) -> Spliced {
-        self.plan.decode_body(&self.body, hand_off, self.from_prefill)
+        let changes = Changes { without: self.from_prefill, ..self.changes() };
+        self.plan.decode_body(&self.body, hand_off, changes)
     }
+}
+
+/// The model of a request, which may be missing.
+fn named(model: Option<Option<Box<str>>>, endpoint: Endpoint) -> Result<Box<str>, BadRequest> {
+    match model {
+        // There the engines use what they serve.
+        None if endpoint == Endpoint::Responses => Ok(Box::default()),
+        None => Err(BadRequest::MissingModel),
+        Some(None) => Err(BadRequest::WrongType { field: "model", expected: "a string" }),
+        Some(Some(model)) => Ok(model),
+    }
+}
+
+/// A text as JSON.
+pub(crate) fn quoted(text: &str) -> Bytes {
+    let mut quoted = Vec::with_capacity(text.len() + 2);
+    push_string(&mut quoted, text);
+    quoted.into()
 }

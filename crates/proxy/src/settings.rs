@@ -9,6 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::admission::AdmissionSettings;
 use crate::connection::EngineTls;
+use crate::discovery::DiscoverySettings;
+use crate::models::ModelSettings;
 use crate::pool::{BreakerSettings, Writers};
 use crate::registry_address::RegistryAddress;
 use crate::request::InjectedHandOff;
@@ -34,6 +36,8 @@ pub struct Settings {
     pub admission: AdmissionSettings,
     /// Which engines are paired.
     pub pairing: Pairing,
+    /// Where engines' addresses come from beside the settings.
+    pub discovery: DiscoverySettings,
     /// The engines' ZMQ side channels.
     pub side_channel: SideChannelSettings,
     /// What engines tell of their prefix caches.
@@ -63,6 +67,8 @@ pub struct Settings {
     pub routing: RoutingSettings,
     /// Whether a request is split over two engines.
     pub disaggregation: Disaggregation,
+    /// What clients call models.
+    pub models: Vec<ModelSettings>,
 }
 
 /// What is kept of past requests, for operators.

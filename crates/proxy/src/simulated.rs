@@ -11,6 +11,7 @@ use tokio::time::Instant;
 use crate::admission::simulated::{Entered, Place, Places, Turns};
 use crate::dial::Dials;
 use crate::error::Stage;
+use crate::pool::origin::Origin;
 use crate::pool::peer::{InFlight, Peer, PeerSpec, PeerSpecError, PeerState, Role};
 use crate::pool::probe::read_models;
 use crate::pool::{Pool, scrape};
@@ -128,7 +129,7 @@ impl SimulatedRouter {
             let mut spec = PeerSpec::new(peer.role, format!("http://{}.simulated:80", peer.name));
             spec.name = Some(peer.name);
             spec.labels = peer.labels;
-            let entered = pool.add(spec)?;
+            let entered = pool.add_of(Origin::Settings, spec)?;
             let mut observed = entered.observed.write();
             observed.state = PeerState::Ready;
             observed.models = Arc::clone(&models);
@@ -220,6 +221,7 @@ impl SimulatedRouter {
             endpoint: Endpoint::Completions,
             prompt_tokens: self.pool.token_size.tokens(prompt.bytes),
             settings: &self.settings.routing,
+            policies,
             session: prompt.session.filter(|_| policies.contains(&Policy::Session)),
             beginning: beginning(prompt.text),
             seen: match told {
@@ -325,6 +327,6 @@ impl SimulatedRouter {
 
     /// An engine's metrics page was read.
     pub fn page_read(&self, place: usize, page: &str) {
-        scrape::was_read(&self.peers[place].0, page, self.pool.surroundings.now());
+        scrape::was_read(&self.pool, &self.peers[place].0, page, self.pool.surroundings.now());
     }
 }

@@ -18,8 +18,8 @@ use bytes::{Bytes, BytesMut};
 use http_body::{Body, Frame, SizeHint};
 
 pub use self::answer::{AnswerDefect, PrefillAnswer, rewrite_address};
-pub(crate) use self::client::client_event;
 pub use self::client::{EchoedPrompt, PromptPart, answer_without_hand_off, client_answer};
+pub(crate) use self::client::{Told, client_answer_as, client_event};
 pub(crate) use self::edits::{Removals, Span};
 
 /// Slices below this many bytes are copied together: one write is cheaper than a reference each.

@@ -50,6 +50,8 @@ pub(crate) struct Guards {
     pub(crate) lease: Option<Lease>,
     /// What the prefill engine said of the prompt, if the answer is made from its blocks.
     pub(crate) part: Option<PromptPart>,
+    /// The client's name for the model (raw JSON), where it is shown in the place of the engine's.
+    pub(crate) model: Option<Bytes>,
     pub(crate) account: Account,
     /// The answer's status.
     pub(crate) status: u16,

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use bytes::{Bytes, BytesMut};
+use futures_util::FutureExt as _;
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::{Method, Response};
 use http_body::Body as _;
@@ -153,7 +154,7 @@ impl Upstream {
         leg: Leg<'_>,
         head: Duration,
     ) -> Result<Response<EngineBody>, UpstreamFailure> {
-        self.exchange(leg, false, head).await
+        self.within(leg, false, head).await
     }
 
     /// As [`Upstream::send`] on a connection of its own, for what a kept one has just lost.
@@ -165,14 +166,27 @@ impl Upstream {
         leg: Leg<'_>,
         head: Duration,
     ) -> Result<Response<EngineBody>, UpstreamFailure> {
-        self.exchange(leg, true, head).await
+        self.within(leg, true, head).await
     }
 
-    async fn exchange(
+    async fn within(
         &self,
         leg: Leg<'_>,
         anew: bool,
         head: Duration,
+    ) -> Result<Response<EngineBody>, UpstreamFailure> {
+        let late = UpstreamFailure::new(leg.stage, Broken::Timeout, Progress::Sent);
+        timeout(head, self.send_without_end(leg, anew)).await.unwrap_or(Err(late))
+    }
+
+    /// As [`Upstream::send`] for a caller with a deadline of its own.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) async fn send_without_end(
+        &self,
+        leg: Leg<'_>,
+        anew: bool,
     ) -> Result<Response<EngineBody>, UpstreamFailure> {
         let stage = leg.stage;
         let failure = |broken, progress| UpstreamFailure::new(stage, broken, progress);
@@ -189,23 +203,21 @@ impl Upstream {
             body: &leg.body,
         };
         let sent = Instant::now();
-        let exchange =
-            async { if anew { self.wire.send_anew(&request).await } else { self.wire.send(&request).await } };
-        match timeout(head, exchange).await {
+        let answer = if anew { self.wire.send_anew(&request).await } else { self.wire.send(&request).await };
+        match answer {
             // No interim answer, redirect or invented status is an engine's to give: a redirect
             // would send the client to an address of the fleet.
-            Ok(Ok(response)) => match response.status().as_u16() {
+            Ok(response) => match response.status().as_u16() {
                 200..=299 | 400..=599 => Ok(response),
                 _ => Err(failure(Broken::Protocol, Progress::Answering)),
             },
-            Ok(Err(error)) => {
+            Err(error) => {
                 let source = std::error::Error::source(&error);
                 tracing::debug!(peer = %leg.peer.id, %error, ?source, "exchange failed");
                 let failure = classify(stage, &error);
                 // An engine that closes for idleness does so at once, not while it works.
                 Err(UpstreamFailure { stale: failure.stale && sent.elapsed() < STALE_WITHIN, ..failure })
             }
-            Err(_) => Err(failure(Broken::Timeout, Progress::Sent)),
         }
     }
 
@@ -229,7 +241,12 @@ impl Upstream {
         let mut first = Bytes::new();
         let mut whole = BytesMut::new();
         loop {
-            let frame = timeout(idle, body.frame()).await.map_err(|_| failure(Broken::Idle))?;
+            let mut frame = body.frame();
+            // Most of a short answer is there with its head.
+            let frame = match (&mut frame).now_or_never() {
+                Some(frame) => frame,
+                None => timeout(idle, frame).await.map_err(|_| failure(Broken::Idle))?,
+            };
             let Some(frame) = frame else { break };
             let frame = frame.map_err(|error| failure(body_broken(&error)))?;
             let Ok(data) = frame.into_data() else { continue };

@@ -8,6 +8,7 @@ mod exchange;
 mod head;
 mod kept;
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -41,15 +42,25 @@ pub(crate) enum WireError {
 }
 
 /// Where requests to one address go, and what stands in them.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     secure: bool,
     authority: Authority,
+    /// Of the authority: to hash one costs a step for each of its bytes, and each exchange looks one up.
+    hash: u64,
+}
+
+impl Hash for Place {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.hash);
+    }
 }
 
 impl Place {
-    pub(crate) const fn new(secure: bool, authority: Authority) -> Self {
-        Self { secure, authority }
+    pub(crate) fn new(secure: bool, authority: Authority) -> Self {
+        let mut hash = DefaultHasher::new();
+        authority.hash(&mut hash);
+        Self { secure, authority, hash: hash.finish() }
     }
 
     /// The authority as a `Host` header has it: without a port that the scheme implies.

@@ -41,6 +41,16 @@ pub(super) struct Trial {
     pub(super) read: Option<bool>,
 }
 
+/// A source of engines' addresses.
+#[derive(Clone, Debug, Deserialize)]
+pub(super) struct Source {
+    pub(super) source: String,
+    pub(super) role: String,
+    pub(super) heard: bool,
+    pub(super) urls: Vec<String>,
+    pub(super) failure: Option<String>,
+}
+
 pub(super) enum Target {
     Running(Box<Operators>),
     Own { running: Box<Running>, of: String },
@@ -70,6 +80,9 @@ impl Target {
     /// Waits until every engine answers, and then for what they register.
     async fn settle(&self, wait: Duration) -> Result<(), CliError> {
         let end = Instant::now() + wait;
+        while Instant::now() < end && self.sources().await?.iter().any(|source| !source.heard) {
+            tokio::time::sleep(LOOK).await;
+        }
         while Instant::now() < end && self.peers().await?.iter().any(|peer| peer.state != "ready") {
             tokio::time::sleep(LOOK).await;
         }
@@ -94,6 +107,16 @@ impl Target {
                 operators.read_as(&answer["peers"])
             }
             Self::Own { running, .. } => again(&running.proxy().peers()),
+        }
+    }
+
+    pub(super) async fn sources(&self) -> Result<Vec<Source>, CliError> {
+        match self {
+            Self::Running(operators) => {
+                let answer = operators.ask(Question::new(Method::GET, &["admin", "discovery"])).await?;
+                operators.read_as(&answer["sources"])
+            }
+            Self::Own { running, .. } => again(&running.proxy().sources()),
         }
     }
 

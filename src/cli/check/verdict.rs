@@ -2,11 +2,14 @@
 
 use serde_json::{Value, json};
 
-use super::target::{Pair, Trial};
+use super::target::{Pair, Source, Trial};
 use crate::cli::peers::Peer;
 
 /// The heading about engines that are not there.
 pub(super) const NOTHING_READY: &str = "nothing-is-ready";
+
+/// The heading about sources of engines.
+const SOURCE: &str = "a-source-names-no-engines";
 
 /// Something that is wrong.
 #[derive(Debug, PartialEq, Eq)]
@@ -50,6 +53,27 @@ impl Judgement {
         let what = self.trial.result.replace('_', " ");
         let what = format!("{} to {}: {what}{reason}", self.pair.prefill, self.pair.decode);
         Some(Finding { what, advice: advice.to_owned(), see })
+    }
+}
+
+impl Source {
+    pub(super) fn json(&self) -> Value {
+        json!({"source": self.source, "role": self.role, "urls": self.urls, "failure": self.failure})
+    }
+
+    /// What is wrong with it.
+    pub(super) fn finding(&self) -> Option<Finding> {
+        let (what, advice) = match &self.failure {
+            Some(failure) => (failure.clone(), "what it had named before is kept"),
+            None if !self.heard => ("it has not answered yet".to_owned(), "give it longer with --wait"),
+            None if self.urls.is_empty() => (
+                "it names no engine".to_owned(),
+                "see whether its name is right, and whether engines are ready",
+            ),
+            None => return None,
+        };
+        let what = format!("{} ({}): {what}", self.source, self.role);
+        Some(Finding { what, advice: advice.to_owned(), see: SOURCE })
     }
 }
 

@@ -9,7 +9,7 @@ mod raw;
 pub use defect::HandOffDefect;
 
 use super::params::{BlockIds, Generation, TransferMode};
-use raw::{Loose, RawHandOff, RawValue};
+use raw::{Loose, RawHandOff};
 
 /// A validated hand-off of either generation.
 #[derive(Debug, Clone, PartialEq)]
@@ -54,13 +54,7 @@ impl HandOff {
     /// # Errors
     /// The first defect in the order flags, remote fields, sizes, optional fields.
     pub fn parse(json: &[u8]) -> Result<Self, HandOffDefect> {
-        let text = std::str::from_utf8(json).map_err(|_| HandOffDefect::NotJson)?;
-        let raw = match serde_json::from_str(text).map_err(|_| HandOffDefect::NotJson)? {
-            RawValue::Null => return Err(HandOffDefect::Null),
-            RawValue::Other => return Err(HandOffDefect::NotAnObject),
-            RawValue::Object(raw) => *raw,
-        };
-        Self::check(raw)
+        Self::check(RawHandOff::read(json)?)
     }
 
     fn check(raw: RawHandOff<'_>) -> Result<Self, HandOffDefect> {
@@ -74,7 +68,7 @@ impl HandOff {
         let remote_request_id = text("remote_request_id", raw.remote_request_id)?;
         let remote_host = text("remote_host", raw.remote_host)?;
         let remote_port = port(raw.remote_port)?;
-        let remote_block_ids = block_ids(raw.remote_block_ids)?;
+        let remote_block_ids = blocks(raw.remote_block_ids)?;
         let tp_size = size("tp_size", present("tp_size", raw.tp_size)?)?;
         let dcp_size = optional_size("dcp_size", raw.dcp_size)?;
         let pp_size = optional_size("pp_size", raw.pp_size)?;
@@ -168,12 +162,12 @@ fn optional_size(field: &'static str, value: Option<Loose<'_>>) -> Result<u32, H
     }
 }
 
-fn block_ids(value: Option<Loose<'_>>) -> Result<BlockIds, HandOffDefect> {
+fn blocks(value: Option<Loose<'_>>) -> Result<BlockIds, HandOffDefect> {
     let field = "remote_block_ids";
-    let Loose::List(ids) = present(field, value)? else {
+    let Loose::List(list) = present(field, value)? else {
         return Err(HandOffDefect::WrongType { field, expected: "a list" });
     };
-    let ids = ids?;
+    let ids = raw::block_ids(list)?;
     if ids.total() == 0 {
         return Err(HandOffDefect::AllGroupsEmpty);
     }

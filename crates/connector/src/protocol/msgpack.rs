@@ -1,4 +1,4 @@
-//! The part of msgpack that the handshake uses, with the strictness of vLLM's decoder.
+//! The part of msgpack that handshakes and KV events use, with the strictness of vLLM's decoder.
 //!
 //! Reads from a slice without copying, never recurses and never allocates for a length that the
 //! bytes cannot back. No coercion between types.
@@ -118,7 +118,7 @@ impl<'a> Reader<'a> {
 
     /// Checks that nothing follows.
     pub(crate) fn finish(&self) -> Result<(), DecodeError> {
-        if self.offset == self.bytes.len() {
+        if self.is_empty() {
             return Ok(());
         }
         Err(DecodeError::TrailingBytes { offset: self.offset })
@@ -208,6 +208,19 @@ impl<'a> Reader<'a> {
             0xdf => self.len32().and_then(|count| self.map(count))?,
             0xe0..=0xff => Value::Int(i128::from(marker as i8)),
         })
+    }
+
+    /// Whether nothing follows.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.offset == self.bytes.len()
+    }
+
+    /// One value with everything in it, as it is written.
+    #[cfg(feature = "zmq")]
+    pub(crate) fn raw(&mut self) -> Result<&'a [u8], DecodeError> {
+        let begin = self.offset;
+        self.skip()?;
+        self.bytes.get(begin..self.offset).ok_or(DecodeError::Truncated)
     }
 
     /// Passes over one value with everything in it.

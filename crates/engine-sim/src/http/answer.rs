@@ -32,12 +32,17 @@ impl Envelope<'_> {
         usize::try_from(self.request.n).unwrap_or(1).max(1)
     }
 
+    /// The name by which the request called its model.
+    pub(super) fn model(&self) -> &str {
+        self.request.model.as_deref().filter(|model| !model.is_empty()).unwrap_or(&self.shared.config.model)
+    }
+
     fn head(&self, object: &str) -> Map<String, Value> {
         let mut map = Map::new();
         map.insert("id".to_owned(), self.id.into());
         map.insert("object".to_owned(), object.into());
         map.insert("created".to_owned(), self.created.into());
-        map.insert("model".to_owned(), self.shared.config.model.as_str().into());
+        map.insert("model".to_owned(), self.model().into());
         map
     }
 

@@ -34,7 +34,7 @@ impl Envelope<'_> {
             if status == "incomplete" { json!({"reason": "max_output_tokens"}) } else { Value::Null };
         json!({
             "id": self.id, "created_at": self.created, "incomplete_details": incomplete, "instructions": null,
-            "metadata": null, "model": self.shared.config.model, "object": "response", "output": output,
+            "metadata": null, "model": self.model(), "object": "response", "output": output,
             "parallel_tool_calls": true, "temperature": self.request.temperature, "tool_choice": "none",
             "tools": [], "top_p": 1.0, "background": false, "max_output_tokens": self.request.max_tokens,
             "max_tool_calls": null, "previous_response_id": null, "prompt": null, "reasoning": null,
@@ -87,7 +87,7 @@ impl Envelope<'_> {
         map.insert("type".to_owned(), "message".into());
         map.insert("role".to_owned(), "assistant".into());
         map.insert("content".to_owned(), json!([{"type": "text", "text": text}]));
-        map.insert("model".to_owned(), self.shared.config.model.as_str().into());
+        map.insert("model".to_owned(), self.model().into());
         if let Some(sequence) = sequence {
             let (reason, stop) = stop_reason(sequence);
             map.insert("stop_reason".to_owned(), reason);

@@ -159,7 +159,7 @@ async fn run(shared: &Arc<Shared>, incoming: Incoming, plan: Plan) -> Result<Res
     if transfer.leg() == Leg::Prefill && !shared.known.load(Ordering::Relaxed) {
         return Err(Rejection::starting());
     }
-    let samplings = request.check(&shared.config.model, shared.config.max_model_len)?;
+    let samplings = request.check(&shared.config)?;
     // The prompt's tokens are not computed here, so that there is nothing to say of them: engines were seen to
     // crash on this (vllm#27449), or to leave it out. Nobody may rely on either.
     let pulls = transfer.leg() == Leg::Decode;

@@ -27,11 +27,19 @@ pub(super) async fn models(State(shared): State<Arc<Shared>>) -> Response {
         "organization": "*", "group": null, "is_blocking": false,
     });
     let model = &shared.config.model;
-    let card = json!({
+    let mut cards = vec![json!({
         "id": model, "object": "model", "created": created, "owned_by": "vllm", "root": model,
         "parent": null, "max_model_len": shared.config.max_model_len, "permission": [permission],
-    });
-    json_response(StatusCode::OK, json!({"object": "list", "data": [card]}).to_string())
+    })];
+    // An adapter's root is where it was loaded from.
+    cards.extend(shared.config.adapters.iter().map(|adapter| {
+        json!({
+            "id": adapter, "object": "model", "created": created, "owned_by": "vllm",
+            "root": format!("/adapters/{adapter}"), "parent": model, "max_model_len": null,
+            "permission": [permission],
+        })
+    }));
+    json_response(StatusCode::OK, json!({"object": "list", "data": cards}).to_string())
 }
 
 /// An engine that shakes hands over HTTP is still starting until the registry has its payload: before

@@ -8,6 +8,7 @@ use super::dialects;
 use super::fields::{Fields, integer_error, not_a_string};
 use super::reject::{Rejection, python_input};
 use super::structure::Structure;
+use crate::config::EngineConfig;
 use crate::core::request::Sampling;
 use crate::tokens::{self, Token};
 
@@ -151,8 +152,10 @@ impl GenerationRequest {
     ///
     /// # Errors
     /// The first check that fails.
-    pub(crate) fn check(&self, served: &str, max_model_len: usize) -> Result<Vec<Sampling>, Rejection> {
-        if let Some(asked) = self.model.as_deref().filter(|asked| !asked.is_empty() && *asked != served) {
+    pub(crate) fn check(&self, config: &EngineConfig) -> Result<Vec<Sampling>, Rejection> {
+        let (served, max_model_len) = (&config.model, config.max_model_len);
+        let adapter = self.model.as_deref().filter(|asked| !asked.is_empty() && asked != served);
+        if let Some(asked) = adapter.filter(|asked| !config.adapters.iter().any(|known| known == asked)) {
             return Err(Rejection::unknown_model(asked, served));
         }
         if let Some(refusal) = &self.refusal {
@@ -169,7 +172,15 @@ impl GenerationRequest {
         for prompt in &self.prompts {
             check_length(prompt, max_model_len)?;
         }
-        self.prompts.iter().map(|prompt| self.sampling(prompt, limit)).collect()
+        let mut samplings: Vec<Sampling> =
+            self.prompts.iter().map(|prompt| self.sampling(prompt, limit)).collect::<Result<_, _>>()?;
+        // What one adapter computed is of no use to another.
+        if let Some(adapter) = adapter {
+            for sampling in &mut samplings {
+                sampling.cache_salt = format!("{adapter}\0{}", sampling.cache_salt);
+            }
+        }
+        Ok(samplings)
     }
 
     fn sampling(&self, prompt: &Prompt, limit: i64) -> Result<Sampling, Rejection> {

@@ -112,8 +112,9 @@ impl Core {
             }
         };
         exchange.account.step_with(&peer, Step::PrefillAnswered(head.status().as_u16()));
-        self.metrics.took(Took::Prefill, began.elapsed(), exchange.account.example());
-        exchange.account.tell(|told| told.prefilled = Some(began.elapsed()));
+        let took = began.elapsed();
+        self.metrics.took(Took::Prefill, took, exchange.account.example());
+        exchange.account.tell(|told| told.prefilled = Some(took));
         span.say("http.response.status_code", || head.status().as_u16());
         if head.status().is_client_error() {
             if head.status() != StatusCode::TOO_MANY_REQUESTS {
@@ -139,7 +140,7 @@ impl Core {
                 self.metrics.decided("disaggregated", "pair");
                 exchange.account.step_with(&peer, Step::HandedOff(hand_off.blocks as u64));
                 self.side_channel_named(&peer, &hand_off);
-                self.learn_prefill(order, &peer, &hand_off, waiting, began.elapsed());
+                self.learn_prefill(order, &peer, &hand_off, waiting, took);
                 self.pool.prefixes.record(&tries.chunks, peer.routing.key);
                 if peer.saw_engine(&hand_off.engine_id) | peer.saw_tp_size(hand_off.channel.tp_size) {
                     self.pool.relearn();

@@ -92,6 +92,7 @@ impl Core {
             in_flight,
             lease,
             part,
+            model: order.shows.clone(),
             account: exchange.account.clone(),
             status,
             metrics: Arc::clone(&self.metrics),

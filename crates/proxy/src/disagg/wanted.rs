@@ -40,7 +40,7 @@ impl FirstChoice {
         if !routing.explain_header || exchange.headers.get(ASKS).is_none_or(|value| value != "1") {
             return None;
         }
-        let [of_prefill, of_decode] = routing.policies(Some(order.model()));
+        let [of_prefill, of_decode] = order.policies;
         let prefill = self.prefill.as_ref().map_or("none", |in_flight| in_flight.peer.id.as_str());
         let mut text = format!(
             "prefill={prefill}; decode={}; prefill_policy={}; decode_policy={}",
@@ -68,29 +68,17 @@ pub(super) fn explained_in<B>(mut response: Response<B>, explained: Option<Heade
 impl Core {
     /// The prompt as it is remembered, where a policy goes by that.
     pub(super) fn chunks_of(&self, order: &Order) -> Chunks {
-        let policies = order.settings.routing.policies(Some(order.model()));
-        if policies.contains(&Policy::PrefixAffinity) || policies.contains(&Policy::KvEvents) {
+        if [Policy::PrefixAffinity, Policy::KvEvents].iter().any(|policy| order.policies.contains(policy)) {
             self.pool.prefixes.chunks_of(&order.request.prompt_parts())
         } else {
             Chunks::default()
         }
     }
 
-    /// Who has cached how much of the prompt by engines' own events, where a policy goes by that and any tells.
-    pub(super) async fn cached_by_events(&self, order: &Order) -> Option<Matched> {
-        if !order.settings.routing.policies(Some(order.model())).contains(&Policy::KvEvents) {
-            return None;
-        }
-        let told = self.told(&order.request).await?;
-        let bytes = |tokens: usize| (order.request.prompt_bytes() * tokens / told.of.max(1)) as u64;
-        let known = told.peers.iter().map(|(peer, tokens)| (peer.routing.key, bytes(*tokens)));
-        Some(Matched::known(known.collect()))
-    }
-
     fn wanted<'a>(&self, order: &'a Order, exchange: &'a Exchange, tries: &'a Tries) -> Wanted<'a> {
         let settings = &order.settings.routing;
         let (token_size, prefixes) = (&self.pool.token_size, &self.pool.prefixes);
-        let policies = settings.policies(Some(order.model()));
+        let policies = order.policies;
         let session = policies.contains(&Policy::Session);
         let hash = policies.contains(&Policy::ConsistentHash);
         Wanted {
@@ -98,6 +86,7 @@ impl Core {
             endpoint: order.endpoint(),
             prompt_tokens: token_size.tokens(order.request.prompt_bytes()),
             settings,
+            policies,
             session: if session {
                 exchange.headers.get(settings.session_header.as_str()).map(HeaderValue::as_bytes)
             } else {

@@ -1,10 +1,12 @@
 //! The counts of tokens that an engine's answer ends with, found without reading the rest of it.
 
-use memchr::memmem;
-use serde::Deserialize;
+use std::sync::LazyLock;
+
+use kv_connector::json::{Kind, Member, Members};
+use memchr::memmem::FinderRev;
 
 /// A member's name: as a text inside of a JSON string its quotes would be escaped.
-const NAME: &[u8] = b"\"usage\"";
+static NAME: LazyLock<FinderRev<'static>> = LazyLock::new(|| FinderRev::new("\"usage\""));
 
 /// What an answer has said so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -13,27 +15,38 @@ pub(super) struct Usage {
     pub(super) output: Option<u64>,
 }
 
-#[derive(Deserialize)]
-struct Counts {
-    #[serde(default, alias = "input_tokens")]
-    prompt_tokens: Option<u64>,
-    #[serde(default, alias = "output_tokens")]
-    completion_tokens: Option<u64>,
-    #[serde(default)]
-    cache_read_input_tokens: Option<u64>,
-}
-
 impl Usage {
     /// Takes in the last counts of a piece of an answer, if it has any.
     pub(super) fn look_in(&mut self, piece: &[u8]) {
-        let Some(at) = memmem::rfind(piece, NAME) else { return };
-        let Some(value) = piece[at + NAME.len()..].trim_ascii_start().strip_prefix(b":") else { return };
-        let mut values = serde_json::Deserializer::from_slice(value).into_iter::<Option<Counts>>();
-        let Some(Ok(Some(counts))) = values.next() else { return };
-        let prompt = counts.prompt_tokens.map(|tokens| tokens + counts.cache_read_input_tokens.unwrap_or(0));
+        let Some(at) = NAME.rfind(piece) else { return };
+        let Some(value) = piece[at + NAME.needle().len()..].trim_ascii_start().strip_prefix(b":") else {
+            return;
+        };
+        // The counts themselves are ASCII, whatever comes after them.
+        let valid = std::str::from_utf8(value)
+            .unwrap_or_else(|fault| std::str::from_utf8(&value[..fault.valid_up_to()]).unwrap_or_default());
+        let Ok(members) = Members::beginning(valid) else { return };
+        let (mut prompt, mut output, mut read) = (None, None, None);
+        for member in members {
+            let Ok(member) = member else { return };
+            let slot = match member.raw_key() {
+                "prompt_tokens" | "input_tokens" => &mut prompt,
+                "completion_tokens" | "output_tokens" => &mut output,
+                "cache_read_input_tokens" => &mut read,
+                _ => continue,
+            };
+            let Ok(count) = count(&member) else { return };
+            *slot = count;
+        }
+        let prompt: Option<u64> = prompt.map(|tokens: u64| tokens.saturating_add(read.unwrap_or(0)));
         self.prompt = prompt.or(self.prompt);
-        self.output = counts.completion_tokens.or(self.output);
+        self.output = output.or(self.output);
     }
+}
+
+/// A count, or none where there is `null`.
+fn count(member: &Member<'_>) -> Result<Option<u64>, std::num::ParseIntError> {
+    if member.kind() == Kind::Null { Ok(None) } else { member.raw_value().parse().map(Some) }
 }
 
 #[cfg(test)]

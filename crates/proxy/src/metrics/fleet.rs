@@ -1,16 +1,21 @@
 //! The gauges that are set when somebody looks: the fleet, its health, the registry, the store, what waits.
 //! The peers' are the only ones that name peers, by their ids.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Metrics;
-use super::list::{OperationLabels, PairLabels, PeerLabel, PeerLabels, ResultLabel, StageLabel, StateLabel};
+use super::list::{
+    EngineLabels, ModelLabel, OperationLabels, PairLabels, PeerLabel, PeerLabels, ResultLabel, SourceLabel,
+    StageLabel, StateLabel,
+};
 use crate::admission::Counts;
 use crate::error::Stage;
 use crate::pool::{BreakerState, HealthView};
 use crate::registry::{EngineState, RegistryError, RegistrySnapshot};
+use crate::routing::roster::Shares;
 use crate::store::StoreView;
 use crate::trace::TraceCounts;
 
@@ -21,6 +26,23 @@ fn number(count: usize) -> i64 {
 impl Metrics {
     pub(crate) fn held_bytes(&self, bytes: usize) {
         self.table.held.set(number(bytes));
+    }
+
+    /// Takes in who takes the requests of models with a ratio.
+    pub(crate) fn shares(&self, shares: &Shares) {
+        self.table.model_engines.clear();
+        self.table.model_ratio.clear();
+        for (model, lists) in shares {
+            let [prefill, decode] = lists.each_ref().map(Vec::len);
+            for (stage, count) in [(Stage::Prefill, prefill), (Stage::Decode, decode)] {
+                let labels = EngineLabels { model: Arc::clone(model), stage: stage.label() };
+                self.table.model_engines.get_or_create(&labels).set(number(count));
+            }
+            if prefill > 0 && decode > 0 {
+                let label = ModelLabel { model: Arc::clone(model) };
+                self.table.model_ratio.get_or_create(&label).set(prefill as f64 / decode as f64);
+            }
+        }
     }
 
     pub(crate) fn store(&self, view: &StoreView) {
@@ -49,6 +71,20 @@ impl Metrics {
             let count = i64::try_from(count).unwrap_or(i64::MAX);
             self.table.restarts.get_or_create(&StageLabel { stage: stage.label() }).inc_by(count);
         }
+    }
+
+    /// Takes in how many peers each source found.
+    pub(crate) fn discovered(&self, counts: &BTreeMap<Arc<str>, usize>) {
+        self.table.discovery_peers.clear();
+        for (source, count) in counts {
+            let label = SourceLabel { source: Arc::clone(source) };
+            self.table.discovery_peers.get_or_create(&label).set(number(*count));
+        }
+    }
+
+    /// A source could not be asked, or only by half.
+    pub(crate) fn discovery_failed(&self, source: &Arc<str>) {
+        self.table.discovery_failures.get_or_create(&SourceLabel { source: Arc::clone(source) }).inc();
     }
 
     /// Takes in how many pairs there are of each verdict, and whether they are used.

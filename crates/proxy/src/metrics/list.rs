@@ -14,6 +14,8 @@ use super::table::{Durations, DurationsBy, labels, metrics};
 labels! {
     RequestLabels { endpoint: &'static str, model: Arc<str>, outcome: &'static str, status: u32 }
     ModelLabel { model: Arc<str> }
+    NameLabels { asked: Arc<str>, served: Arc<str> }
+    EngineLabels { model: Arc<str>, stage: &'static str }
     DecisionLabels { decision: &'static str, reason: &'static str }
     ResultLabel { result: &'static str }
     ReasonLabel { reason: &'static str }
@@ -26,6 +28,7 @@ labels! {
     OperationLabels { operation: &'static str, result: &'static str }
     PairLabels { verdict: &'static str, used: &'static str }
     StateLabel { state: &'static str }
+    SourceLabel { source: Arc<str> }
 }
 
 type Number = Gauge<f64, AtomicU64>;
@@ -47,6 +50,12 @@ metrics! {
             "Prompt tokens that prefill engines found in their caches";
         output_tokens: Family<ModelLabel, Counter>, "output_tokens",
             "Generated tokens: the engine's count where its answer tells it, else the chunks of its stream, which are about as many";
+        names: Family<NameLabels, Counter>, "model_requests",
+            "Requests for a name of `[[models]]` by the model of the engines that it became";
+        model_engines: Family<EngineLabels, Gauge>, "model_engines",
+            "Engines of a stage that take the requests of a model with a `pd_ratio`";
+        model_ratio: Family<ModelLabel, Number>, "model_pd_ratio",
+            "Prefill engines for each decode engine among them; absent while there is none of either";
         prefill: Durations, "prefill" Seconds,
             "Time from sending the prefill leg to its whole answer";
         hand_over: Durations, "hand_over" Seconds,
@@ -113,6 +122,10 @@ metrics! {
             "The part of its share of requests that a peer gets, below 1 while it recovers";
         pairs: Family<PairLabels, Gauge>, "pairs",
             "Pairs of a prefill and a decode peer by verdict on their handshake, and whether requests use them";
+        discovery_peers: Family<SourceLabel, Gauge>, "discovery_peers",
+            "Peers that a source of addresses found, by the source; those that leave are counted until they are gone";
+        discovery_failures: Family<SourceLabel, Counter>, "discovery_failures",
+            "Times that a source of addresses could not be asked, or only by half";
         registry_engines: Family<StateLabel, Gauge>, "registry_engines",
             "Engines in the handshake registry by what they say of themselves";
         registry_payload: Gauge, "registry_payload" Bytes,

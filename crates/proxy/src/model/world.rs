@@ -113,6 +113,14 @@ impl World {
         }
     }
 
+    /// Ends an engine's life; nobody is there until it begins another.
+    pub(super) fn end(&self, engine: &str) {
+        let gone = self.state.lock().lives.remove(engine);
+        if let Some(gone) = gone {
+            gone.end.cancel();
+        }
+    }
+
     pub(super) fn stop_faults(&self) {
         self.state.lock().faulty = false;
     }

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::operator::PeerPlace;
+use super::origin::Origin;
 use super::peer::{Peer, PeerSpec, Role};
 use super::standing::Standing;
 use super::{Pool, Snapshot};
@@ -46,9 +47,10 @@ impl Pool {
         let mut next = Snapshot { prefill: current.prefill.clone(), decode: current.decode.clone() };
         for place in &places {
             match held.get(place) {
-                Some(peer) => {
+                Some(peer) if peer.standing.is_adopted() => {
                     peer.standing.set_leaving(false);
                 }
+                Some(_) => {}
                 None => match new_peer(&next, place) {
                     Ok(peer) => {
                         let peer = Arc::new(self.watched(peer));
@@ -110,12 +112,12 @@ fn new_peer(fleet: &Snapshot, place: &PeerPlace) -> Result<Peer, super::PeerSpec
         id = format!("{}.{number}", id_of(place));
     }
     let mut peer = Peer::new(id, PeerSpec::new(place.role, place.url.clone()))?;
-    peer.standing = Standing::adopted();
+    peer.standing = Standing::of(Origin::Registration);
     Ok(peer)
 }
 
 /// An id made of role and address, so that it is the same at every router and after every restart.
-fn id_of(place: &PeerPlace) -> String {
+pub(super) fn id_of(place: &PeerPlace) -> String {
     let address = place.url.split_once("://").map_or(place.url.as_str(), |(_, rest)| rest);
     let legible = address.trim_matches(['[', ']']).chars().map(|c| match c {
         'a'..='z' | 'A'..='Z' | '0'..='9' | '.' | '_' => c,

@@ -28,7 +28,7 @@ impl Pool {
     ) -> Result<Exchanged, Vec<PeerSpecError>> {
         let mut numbers = self.changes.lock();
         let current = self.snapshot.load();
-        let is_gone = |peer: &Peer| !peer.standing.is_adopted() && gone.contains(&peer.spec);
+        let is_gone = |peer: &Peer| !peer.standing.origin().gives_way() && gone.contains(&peer.spec);
         let old: Vec<Arc<Peer>> = current.all().filter(|peer| is_gone(peer)).cloned().collect();
         let mut next = Snapshot::clone(&current);
         next.retain(|peer| !is_gone(peer));
@@ -80,14 +80,14 @@ fn entered(
         (None, _) => numbered(next, counts, spec.role),
     };
     let is_here = |peer: &Peer| is_same_place(&peer.spec, &spec);
-    let gives_way = |peer: &Peer| peer.standing.is_adopted() && is_here(peer);
+    let gives_way = |peer: &Peer| peer.standing.origin().gives_way() && is_here(peer);
     let twin = next.all().find(|peer| (peer.id == id || is_here(peer)) && !gives_way(peer));
     if let Some(twin) = twin {
         return Err(PeerSpecError::Exists { id: twin.id.clone() });
     }
-    let adopted = next.all().find(|peer| gives_way(peer)).cloned();
+    let unnamed = next.all().find(|peer| gives_way(peer)).cloned();
     let mut peer = watched(Peer::new(id, spec.clone())?);
-    if let Some(before) = before.or(adopted.as_ref()) {
+    if let Some(before) = before.or(unnamed.as_ref()) {
         peer.learns_from(before);
         peer.health = Arc::clone(&before.health);
     }

@@ -15,6 +15,8 @@ pub(crate) struct EngineLoad {
     /// The part of prompt tokens that its prefix cache had, between the last two readings in which there
     /// were any.
     pub(crate) cached_token_rate: Option<f64>,
+    /// How many tokens its KV blocks hold, the least of the engines of the page.
+    pub(crate) capacity: Option<u64>,
     /// Prompt tokens that were looked up and found since the engine started.
     cached: [f64; 2],
     /// Requests of this router among them.
@@ -45,6 +47,7 @@ impl EngineLoad {
         let (mut running, mut waiting) = (None, 0.0);
         let (mut usage, mut former_usage) = (Mean::default(), Mean::default());
         let mut cached = [0.0; 2];
+        let mut capacity: Option<u64> = None;
         for line in page.lines() {
             let Some((series, value)) = line.strip_prefix("vllm:").and_then(|line| line.rsplit_once(' '))
             else {
@@ -63,6 +66,9 @@ impl EngineLoad {
                 "gpu_cache_usage_perc" => former_usage.add(value),
                 "prefix_cache_queries_total" => cached[0] += value,
                 "prefix_cache_hits_total" => cached[1] += value,
+                "cache_config_info" => {
+                    capacity = capacity.into_iter().chain(tokens_of_cache(labels)).min();
+                }
                 _ => {}
             }
         }
@@ -72,6 +78,7 @@ impl EngineLoad {
             waiting: waiting as u64,
             kv_usage: kv_usage.map(|usage| usage.clamp(0.0, 1.0)),
             cached_token_rate: cached_rate(cached, before),
+            capacity,
             cached,
             ours: 0,
             at,
@@ -87,6 +94,16 @@ impl EngineLoad {
             age_seconds: self.at.elapsed().as_secs_f64(),
         }
     }
+}
+
+/// How many tokens fit into an engine's KV blocks; engines before 0.30 tell the blocks only.
+fn tokens_of_cache(labels: &str) -> Option<u64> {
+    let number = |name: &str| {
+        let label = labels.split(',').find_map(|label| label.strip_prefix(name)?.strip_prefix("=\""))?;
+        label.split_once('"')?.0.parse::<u64>().ok()
+    };
+    let of_blocks = || number("num_gpu_blocks")?.checked_mul(number("block_size")?);
+    number("kv_cache_size_tokens").or_else(of_blocks).filter(|tokens| *tokens > 0)
 }
 
 fn cached_rate(now: [f64; 2], before: Option<&EngineLoad>) -> Option<f64> {
@@ -136,6 +153,7 @@ mod tests {
         let load =
             read(include_str!("../../../../tests/fixtures/captures/metrics_D.txt"), None, None).unwrap();
         assert_eq!((load.running, load.waiting, load.kv_usage), (0, 0, Some(0.0)));
+        assert_eq!(load.capacity, Some(524_288));
     }
 
     #[tokio::test]
@@ -152,6 +170,17 @@ mod tests {
         assert_eq!((second.running, second.waiting, second.kv_usage), (1, 2, Some(0.25)));
         assert_eq!(read(page, Some(2), None), None);
         assert_eq!(read("process_cpu_seconds_total 1\n", None, None), None);
+    }
+
+    #[tokio::test]
+    async fn the_cache_of_the_smallest_rank_counts() {
+        let page = "vllm:num_requests_running{engine=\"0\"} 0\n\
+                    vllm:cache_config_info{block_size=\"16\",engine=\"0\",num_gpu_blocks=\"100\"} 1.0\n\
+                    vllm:cache_config_info{block_size=\"16\",engine=\"1\",num_gpu_blocks=\"90\"} 1.0\n";
+        assert_eq!(read(page, None, None).unwrap().capacity, Some(1440));
+        assert_eq!(read(page, Some(0), None).unwrap().capacity, Some(1600));
+        let unknown = page.replace("100", "None").replace("90", "None");
+        assert_eq!(read(&unknown, None, None).unwrap().capacity, None);
     }
 
     #[tokio::test]

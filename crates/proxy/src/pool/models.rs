@@ -2,11 +2,16 @@
 
 use std::collections::BTreeMap;
 
+use bytes::Bytes;
 use serde::Serialize;
 use serde_json::value::RawValue;
 
 use super::Pool;
 use crate::client::ModelScope;
+use crate::json::members;
+use crate::models::ModelTable;
+use crate::request::quoted;
+use crate::splice::Splicer;
 
 /// OpenAI's model list over the whole fleet.
 #[derive(Clone, Debug, Serialize)]
@@ -18,6 +23,20 @@ pub struct ModelList {
 }
 
 impl ModelList {
+    /// With the names of the settings, each with the entry of the first of its models that is in the list.
+    pub(crate) fn with(mut self, models: &ModelTable) -> Self {
+        let names =
+            models.all().filter(|(name, _)| self.entry(name).is_none()).filter_map(|(name, entry)| {
+                let of_target = entry.models().find_map(|model| self.entry(model))?;
+                Some((name.to_string(), renamed(of_target, name)?))
+            });
+        let mut entries: Vec<(String, Box<RawValue>)> = names.collect();
+        entries.extend(self.ids.into_iter().zip(self.data));
+        entries.sort_by(|one, other| one.0.cmp(&other.0));
+        (self.ids, self.data) = entries.into_iter().unzip();
+        self
+    }
+
     /// Those that are in a scope.
     #[must_use]
     pub fn only(self, scope: &ModelScope) -> Self {
@@ -38,6 +57,20 @@ impl ModelList {
         let position = self.ids.iter().position(|known| known == id)?;
         self.data.get(position).map(AsRef::as_ref)
     }
+}
+
+/// An entry with another id.
+fn renamed(entry: &RawValue, id: &str) -> Option<Box<RawValue>> {
+    let entry = Bytes::copy_from_slice(entry.get().as_bytes());
+    let mut splicer = Splicer::new(&entry);
+    for member in members(&entry).ok()? {
+        let member = member.ok()?;
+        if member.key_is("id") {
+            splicer.replace(member.value(), &quoted(id));
+        }
+    }
+    let renamed = splicer.finish().into_bytes();
+    RawValue::from_string(String::from_utf8(renamed.to_vec()).ok()?).ok()
 }
 
 impl Pool {

@@ -407,6 +407,7 @@ impl Peer {
             in_flight: self.in_flight(),
             accepts: self.is_open(),
             health: self.health.view(),
+            source: self.standing.origin().to_string(),
             adopted: self.standing.is_adopted(),
             leaving: self.standing.is_leaving(),
             drained: self.standing.is_drained(),
@@ -487,6 +488,8 @@ pub struct PeerView {
     pub accepts: bool,
     /// What its own exchanges tell of it.
     pub health: HealthView,
+    /// Where it comes from: `settings`, `operator`, `registration`, or the name of the source that found it.
+    pub source: String,
     /// Whether it came by its engines' registration.
     pub adopted: bool,
     /// Whether its engines are gone and it goes when what it has has ended.

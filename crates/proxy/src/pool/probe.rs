@@ -47,6 +47,7 @@ pub(crate) fn watch(core: Arc<Core>) {
             for stage in [Stage::Prefill, Stage::Decode] {
                 core.admission.resize(stage, || core.pool.ready(stage));
             }
+            core.pool.share_out();
             for peer in core.pool.all() {
                 let wait = jittered(interval, probing.jitter, &peer.id, rounds);
                 if !peer.is_ready() || peer.is_due(now, wait) {

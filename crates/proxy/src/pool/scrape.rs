@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, timeout};
 
+use super::Pool;
 use super::load::EngineLoad;
 use super::peer::Peer;
 use super::probe;
@@ -63,14 +64,54 @@ async fn read_one(core: &Core, peer: &Arc<Peer>) {
         Ok(Err(error)) => return tracing::debug!(peer = %peer.id, %error, "the metrics page was not read"),
         Err(_late) => return tracing::debug!(peer = %peer.id, "the metrics page did not come in time"),
     };
-    was_read(peer, &String::from_utf8_lossy(&page), Instant::now());
+    was_read(&core.pool, peer, &String::from_utf8_lossy(&page), Instant::now());
 }
 
 /// Keeps what a peer's page said.
-pub(crate) fn was_read(peer: &Peer, page: &str, at: Instant) {
+pub(crate) fn was_read(pool: &Pool, peer: &Arc<Peer>, page: &str, at: Instant) {
     let before = peer.load.load_full();
     if let Some(mut load) = EngineLoad::read(page, peer.spec.dp_rank, before.as_deref(), at) {
         load.ours = peer.in_flight() as u64;
+        remember_as_much(pool, peer, &load);
         peer.load.store(Some(Arc::new(load)));
+    }
+}
+
+/// What an engine's prefix cache has no room for is not taken for cached.
+fn remember_as_much(pool: &Pool, peer: &Arc<Peer>, load: &EngineLoad) {
+    let stays = pool.get(&peer.id).is_some_and(|known| Arc::ptr_eq(&known, peer));
+    if stays {
+        let bytes = load.capacity.map(|tokens| (tokens as f64 * pool.token_size.bytes()) as u64);
+        pool.prefixes.set_capacity(peer.routing.key, bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dial::Dials;
+    use crate::pool::{PeerSpec, Role};
+    use crate::request::PromptParts;
+    use crate::settings::Settings;
+
+    #[tokio::test]
+    async fn no_more_of_an_engines_prompts_is_remembered_than_its_cache_holds() {
+        let pool = Pool::new(&Settings::default(), Dials::new(Duration::from_secs(1)));
+        let peer = pool.add(PeerSpec::new(Role::Prefill, "http://engine:1")).unwrap();
+        let prompt = |number: u32| {
+            let text = format!("{number:08}").repeat(64);
+            pool.prefixes.chunks_of(&PromptParts::of_text("m", None, text.as_bytes()))
+        };
+        let had = |number| pool.prefixes.matched(&prompt(number)).of(peer.routing.key);
+        (0..20).for_each(|number| pool.prefixes.record(&prompt(number), peer.routing.key));
+        assert_eq!((had(0), had(19)), (512, 512));
+        // Room for four of them, at four bytes for a token.
+        let page = "vllm:num_requests_running 0\nvllm:cache_config_info{kv_cache_size_tokens=\"512\"} 1\n";
+        let load = EngineLoad::read(page, None, None, Instant::now()).unwrap();
+        remember_as_much(&pool, &peer, &load);
+        assert_eq!((had(0), had(19)), (0, 512));
+        pool.remove(&peer.id);
+        remember_as_much(&pool, &peer, &load);
+        assert_eq!(had(19), 0, "a peer that has gone is not taken up again");
     }
 }

@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::sync::Notify;
 
+use super::origin::Origin;
 use super::pairing::Identity;
 use crate::registry::{EngineRecord, EngineState};
 
@@ -25,8 +26,7 @@ pub struct Restarts {
 /// One peer's standing.
 #[derive(Debug, Default)]
 pub(crate) struct Standing {
-    /// It came by its engines' registration, and leaves with them.
-    adopted: bool,
+    origin: Origin,
     leaving: AtomicBool,
     drained: AtomicBool,
     quarantined: AtomicBool,
@@ -40,12 +40,17 @@ pub(crate) struct Standing {
 }
 
 impl Standing {
-    pub(crate) fn adopted() -> Self {
-        Self { adopted: true, ..Self::default() }
+    pub(crate) fn of(origin: Origin) -> Self {
+        Self { origin, ..Self::default() }
     }
 
+    pub(crate) const fn origin(&self) -> &Origin {
+        &self.origin
+    }
+
+    /// Whether it came by its engines' registration, and leaves with them.
     pub(crate) const fn is_adopted(&self) -> bool {
-        self.adopted
+        matches!(self.origin, Origin::Registration)
     }
 
     /// Whether it may have new requests.

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use foldhash::fast::RandomState;
 use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::time::Instant;
@@ -49,7 +50,7 @@ impl Window {
 #[derive(Debug)]
 pub(crate) struct Traffic {
     began: Instant,
-    partners: Mutex<HashMap<Arc<str>, Window>>,
+    partners: Mutex<HashMap<Arc<str>, Window, RandomState>>,
 }
 
 impl Default for Traffic {

@@ -38,6 +38,8 @@ pub(super) enum Field {
     /// How urgent it is.
     Priority,
     CacheSalt,
+    /// Whom the client acts for.
+    User,
     /// A container whose contents engines or SDKs merge into the request; the name is the field's.
     Extra(&'static str),
 }
@@ -93,6 +95,7 @@ impl Field {
             b"messages" | b"input" | b"instructions" | b"system" | b"documents" => Self::Conversation,
             b"priority" => Self::Priority,
             b"cache_salt" => Self::CacheSalt,
+            b"user" => Self::User,
             b"extra_body" => Self::Extra("extra_body"),
             b"vllm_xargs" => Self::Extra("vllm_xargs"),
             b"extra_args" => Self::Extra("extra_args"),

@@ -14,6 +14,8 @@ pub const MAX_EDITS: usize = 1024;
 
 const HAND_OFF: &str = "kv_transfer_params";
 const HAND_OFF_KEY: &[u8] = br#","kv_transfer_params":"#;
+const MODEL_KEY: &[u8] = br#","model":"#;
+
 /// What takes the place of an edited span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fill {
@@ -25,6 +27,19 @@ enum Fill {
     /// Applied only where blocks are read and the prefill engine has answered this.
     NullPromptLogprobs,
     FalseEcho,
+    /// Applied only where the engines have another name for the model.
+    Model,
+}
+
+/// How a body is changed beside what its leg always changes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Changes<'a> {
+    /// EOS must not end the prefill.
+    pub(super) ignore_eos: bool,
+    /// The blocks are read, and the prefill engine has answered this.
+    pub(super) without: FromPrefill,
+    /// The engines' name for the model (raw JSON), where it is another one.
+    pub(super) model: Option<&'a Bytes>,
 }
 
 /// What the client gets from the prefill engine's answer, because a decode engine cannot say it of a prompt
@@ -85,10 +100,15 @@ impl Leg {
         self.check()
     }
 
-    fn applied_to<'a>(&self, body: &'a Bytes, ignore_eos: bool, without: FromPrefill) -> Splicer<'a> {
+    fn applied_to<'a>(&self, body: &'a Bytes, changes: Changes<'_>) -> Splicer<'a> {
+        let Changes { ignore_eos, without, model } = changes;
         let mut splicer = Splicer::new(body);
         for edit in &self.edits {
             let with: &[u8] = match edit.fill {
+                Fill::Model => match model {
+                    Some(model) => model,
+                    None => continue,
+                },
                 Fill::Nothing => b"",
                 Fill::One => b"1",
                 Fill::False => b"false",
@@ -124,6 +144,7 @@ pub(super) struct Plan {
     store: bool,
     ignore_eos: bool,
     injected: Option<&'static str>,
+    model: bool,
 }
 
 impl Plan {
@@ -139,6 +160,7 @@ impl Plan {
             store: false,
             ignore_eos: false,
             injected: None,
+            model: false,
         }
     }
 
@@ -155,6 +177,12 @@ impl Plan {
                 return Ok(());
             }
             Some(Field::Extra(place)) => return self.note_extra(place, member),
+            Some(Field::Model) => {
+                self.model = true;
+                self.prefill.fill(member, Fill::Model);
+                self.decode.fill(member, Fill::Model);
+                return self.prefill.check();
+            }
             Some(Field::PromptLogprobs) if self.has_prompt_logprobs() => {
                 self.prefill.fill(member, Fill::NullPromptLogprobs);
                 self.decode.fill(member, Fill::NullPromptLogprobs);
@@ -230,12 +258,17 @@ impl Plan {
         self.injected
     }
 
+    /// Whether the body has no members.
+    pub(super) fn is_empty(&self) -> bool {
+        self.end == 0
+    }
+
     pub(super) fn endpoint(&self) -> Endpoint {
         self.endpoint
     }
 
-    pub(super) fn prefill_body(&self, body: &Bytes, ignore_eos: bool) -> Spliced {
-        let mut splicer = self.one_token(body, ignore_eos, FromPrefill::NOTHING);
+    pub(super) fn prefill_body(&self, body: &Bytes, changes: Changes<'_>) -> Spliced {
+        let mut splicer = self.one_token(body, changes);
         splicer.insert_static(self.end, HAND_OFF_KEY);
         splicer.insert_static(self.end, prefill_request_params());
         splicer.finish()
@@ -248,21 +281,30 @@ impl Plan {
         body: &Bytes,
         hand_off: Bytes,
         salt: &str,
-        without: FromPrefill,
+        changes: Changes<'_>,
     ) -> Spliced {
-        let mut splicer = self.one_token(body, false, without);
+        let mut splicer = self.one_token(body, changes);
         splicer.insert_static(self.end, HAND_OFF_KEY);
         splicer.insert(self.end, hand_off);
         splicer.insert(self.end, Bytes::from(format!(r#","cache_salt":"{salt}""#)));
         splicer.finish()
     }
 
-    pub(super) fn decode_body(&self, body: &Bytes, hand_off: Option<Bytes>, without: FromPrefill) -> Spliced {
-        if self.decode.edits.is_empty() && hand_off.is_none() {
+    pub(super) fn decode_body(
+        &self,
+        body: &Bytes,
+        hand_off: Option<Bytes>,
+        mut changes: Changes<'_>,
+    ) -> Spliced {
+        let only_model = self.decode.edits.iter().all(|edit| edit.fill == Fill::Model);
+        if only_model && hand_off.is_none() && changes.model.is_none() {
             return Spliced::from(body.clone());
         }
-        let without = if hand_off.is_some() { without } else { FromPrefill::NOTHING };
-        let mut splicer = self.decode.applied_to(body, false, without);
+        if hand_off.is_none() {
+            changes.without = FromPrefill::NOTHING;
+        }
+        let mut splicer = self.decode.applied_to(body, changes);
+        self.name_model(&mut splicer, changes.model);
         if let Some(hand_off) = hand_off {
             splicer.insert_static(self.end, HAND_OFF_KEY);
             splicer.insert(self.end, hand_off);
@@ -270,8 +312,18 @@ impl Plan {
         splicer.finish()
     }
 
-    fn one_token<'a>(&self, body: &'a Bytes, ignore_eos: bool, without: FromPrefill) -> Splicer<'a> {
-        let mut splicer = self.prefill.applied_to(body, ignore_eos, without);
+    /// Names the model in a body that names none.
+    fn name_model(&self, splicer: &mut Splicer<'_>, model: Option<&Bytes>) {
+        if let Some(model) = model.filter(|_| !self.model) {
+            splicer.insert_static(self.end, MODEL_KEY);
+            splicer.insert(self.end, model.clone());
+        }
+    }
+
+    fn one_token<'a>(&self, body: &'a Bytes, changes: Changes<'_>) -> Splicer<'a> {
+        let ignore_eos = changes.ignore_eos;
+        let mut splicer = self.prefill.applied_to(body, changes);
+        self.name_model(&mut splicer, changes.model);
         let limit: Option<&'static [u8]> = match self.endpoint {
             // This endpoint's engines know no other spelling.
             Endpoint::Completions if self.max_tokens => None,
@@ -302,6 +354,15 @@ impl Plan {
 /// When policy refuses a hand-off that the body holds, or when an engine might read the body although it
 /// is not strict JSON, so that nobody can tell what it holds.
 pub fn pass_through_body(body: Bytes, on_injected: InjectedHandOff) -> Result<Spliced, BadRequest> {
+    pass_through_as(body, on_injected, None)
+}
+
+/// As [`pass_through_body`], with the engines' name for the model (raw JSON) wherever the body names one.
+pub(crate) fn pass_through_as(
+    body: Bytes,
+    on_injected: InjectedHandOff,
+    model: Option<&Bytes>,
+) -> Result<Spliced, BadRequest> {
     if !may_be_an_object(&body) {
         return Ok(Spliced::from(body));
     }
@@ -322,15 +383,18 @@ pub fn pass_through_body(body: Bytes, on_injected: InjectedHandOff) -> Result<Sp
                     leg.cut(cuts);
                 }
             }
+            Some(Field::Model) if model.is_some() => leg.fill(&member, Fill::Model),
             _ => leg.keep(&member),
         }
         leg.check()?;
     }
     leg.finish()?;
     match (injected, on_injected) {
-        (None, _) => Ok(Spliced::from(body)),
+        (None, _) if model.is_none() => Ok(Spliced::from(body)),
         (Some(place), InjectedHandOff::Refuse) => Err(BadRequest::InjectedHandOff { place }),
-        (Some(_), InjectedHandOff::Strip) => Ok(leg.applied_to(&body, false, FromPrefill::NOTHING).finish()),
+        (None, _) | (Some(_), InjectedHandOff::Strip) => {
+            Ok(leg.applied_to(&body, Changes { model, ..Changes::default() }).finish())
+        }
     }
 }
 

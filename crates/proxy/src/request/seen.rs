@@ -15,6 +15,8 @@ use crate::splice::Span;
 #[derive(Debug, Default)]
 pub(super) struct Seen {
     pub(super) model: Option<Option<Box<str>>>,
+    /// Whom the client acts for, if that is a text.
+    pub(super) user: Option<Span>,
     pub(super) stream: bool,
     pub(super) size: Size,
     /// The prompt if it is one text.
@@ -46,6 +48,7 @@ impl Seen {
         }
         match field {
             Field::Model => self.model = Some(member.string().map(|model| model.into_owned().into())),
+            Field::User => self.user = (member.kind() == Kind::String).then(|| member.value().into()),
             Field::Stream => self.stream = lax_bool(member) == Some(true),
             Field::N if given && !is_one(member) => self.refuse(BypassReason::N),
             Field::BestOf if given && !is_one(member) => self.refuse(BypassReason::BestOf),

@@ -35,6 +35,8 @@ pub(crate) struct Wanted<'a> {
     /// Tokens of its prompt, as far as can be estimated.
     pub(crate) prompt_tokens: f64,
     pub(crate) settings: &'a RoutingSettings,
+    /// How its prefill and its decode engine are chosen.
+    pub(crate) policies: [Policy; 2],
     /// The value of the session header.
     pub(crate) session: Option<&'a [u8]>,
     /// The prompt's beginning.
@@ -92,7 +94,16 @@ impl Pool {
         }
         let start = if all.is_empty() { 0 } else { turn % all.len() };
         let turned = all[start..].iter().chain(&all[..start]);
-        let mut seats: Vec<Seat<'a>> = turned.filter_map(|peer| seat(stage, peer, wanted, now)).collect();
+        let must_list = must_list(stage, wanted, roster);
+        let mut seats: Vec<Seat<'a>> =
+            turned.filter_map(|peer| seat(stage, peer, wanted, must_list, now)).collect();
+        if let Some(share) = roster.share(stage, wanted.model) {
+            let is_in = |seat: &Seat<'_>| share.iter().any(|peer| Arc::ptr_eq(peer, seat.peer));
+            // Where none of those can have it that should, others do.
+            if seats.iter().any(|seat| seat.sound && is_in(seat)) {
+                seats.retain(is_in);
+            }
+        }
         let sound = seats.iter().filter(|seat| seat.sound).count();
         // Where so many fail, the cause is hardly theirs, and the others could not carry it all.
         if (sound as f64) < self.breaker_floor() * seats.len() as f64 {
@@ -112,11 +123,16 @@ impl Pool {
     ) -> Vec<Seat<'a>> {
         let all = roster.snapshot.of(stage);
         let serving = wanted.model.map_or(&[][..], |model| roster.serving(stage, model));
-        let from = if serving.is_empty() { all } else { serving };
+        let from = match roster.share(stage, wanted.model) {
+            Some(share) => share,
+            None if serving.is_empty() => all,
+            None => serving,
+        };
+        let must_list = must_list(stage, wanted, roster);
         let mut seats: Vec<Seat<'a>> = Vec::with_capacity(DRAWN + FEW);
         let add = |peer: &'a Arc<Peer>, seats: &mut Vec<Seat<'a>>| {
             if !seats.iter().any(|seat| Arc::ptr_eq(seat.peer, peer)) {
-                seats.extend(seat(stage, peer, wanted, now));
+                seats.extend(seat(stage, peer, wanted, must_list, now));
             }
         };
         for step in 0..FEW.min(from.len()) {
@@ -156,7 +172,7 @@ impl Pool {
 
     /// What a request is known by to a stage's policy, if that goes by a key.
     pub(crate) fn key_of<'a>(&self, stage: Stage, wanted: &Wanted<'a>) -> Option<&'a [u8]> {
-        match wanted.settings.policies(wanted.model)[stage as usize] {
+        match wanted.policies[stage as usize] {
             Policy::Session => wanted.session,
             Policy::ConsistentHash => Some(wanted.beginning),
             _ => None,
@@ -164,7 +180,18 @@ impl Pool {
     }
 }
 
-fn seat<'a>(stage: Stage, peer: &'a Arc<Peer>, wanted: &Wanted<'_>, now: Instant) -> Option<Seat<'a>> {
+/// Whether only peers that list the model can have the request.
+fn must_list(stage: Stage, wanted: &Wanted<'_>, roster: &Roster) -> bool {
+    wanted.model.is_some_and(|model| roster.must_list(stage, model))
+}
+
+fn seat<'a>(
+    stage: Stage,
+    peer: &'a Arc<Peer>,
+    wanted: &Wanted<'_>,
+    must_list: bool,
+    now: Instant,
+) -> Option<Seat<'a>> {
     let tried = wanted.tried[stage as usize];
     if !peer.is_open() || !peer.may_have(wanted.model) || tried.iter().any(|other| Arc::ptr_eq(other, peer)) {
         return None;
@@ -172,10 +199,14 @@ fn seat<'a>(stage: Stage, peer: &'a Arc<Peer>, wanted: &Wanted<'_>, now: Instant
     if stage == Stage::Prefill && !peer.hands_off_on(wanted.endpoint) {
         return None;
     }
+    let serves = wanted.model.is_none_or(|model| peer.serves(model));
+    if must_list && !serves {
+        return None;
+    }
     Some(Seat {
         peer,
         sound: peer.health.is_sound(now),
-        serves: wanted.model.is_none_or(|model| peer.serves(model)),
+        serves,
         load: peer.health.weigh(peer.in_flight(), now),
     })
 }

@@ -89,7 +89,7 @@ impl Pool {
         let first_tier = table.pairs.iter().map(|pair| table.tier(pair)).min()?;
         let mut left: Vec<Scored> =
             table.pairs.iter().filter(|pair| table.tier(pair) == first_tier).copied().collect();
-        let [of_prefill, of_decode] = wanted.settings.policies(wanted.model);
+        let [of_prefill, of_decode] = wanted.policies;
         if of_decode != Policy::Joint {
             let place = self.named(Stage::Decode, of_decode, table, &left, wanted, roster)?;
             left.retain(|pair| pair.decode == place);
@@ -195,7 +195,7 @@ impl Pool {
         let roster = self.roster();
         let settings = wanted.settings;
         let (ask, weights) = (Ask { prompt_tokens: wanted.prompt_tokens }, settings.weights());
-        let policy = settings.policies(wanted.model)[stage as usize];
+        let policy = wanted.policies[stage as usize];
         // With a partner the cheapest one is what the joint choice would take.
         let policy =
             if policy == Policy::Joint && partner.is_some() { Policy::PrefixAffinity } else { policy };

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
@@ -16,7 +17,7 @@ use crate::Core;
 use crate::Proxy;
 use crate::error::Stage;
 use crate::pool::peer::Peer;
-use crate::request::{Endpoint, PromptParts};
+use crate::request::{ClientRequest, Endpoint, InjectedHandOff, PromptParts};
 use crate::settings::Settings;
 
 /// Most pairs, and most peers that are ruled out, that are shown.
@@ -96,17 +97,19 @@ pub struct Explanation {
 }
 
 impl Proxy {
-    /// What would be chosen for a request now, and why. Nothing is sent.
-    #[must_use]
-    pub fn explain(&self, ask: &ExplainAsk) -> Explanation {
+    /// What would be chosen for a request now, and why. Nothing is sent but, where a policy goes by engines' KV
+    /// events, the question for the prompt's tokens.
+    pub async fn explain(&self, ask: &ExplainAsk) -> Explanation {
         self.core.pool.learn(&self.core.registry);
-        self.core.explain(ask, &self.core.settings())
+        self.core.explain(ask, &self.core.settings()).await
     }
 }
 
 impl Core {
-    fn explain(&self, ask: &ExplainAsk, settings: &Settings) -> Explanation {
-        let (model, prompt) = (ask.model.as_deref(), ask.prompt.as_deref().unwrap_or_default());
+    async fn explain(&self, ask: &ExplainAsk, settings: &Settings) -> Explanation {
+        let served = ask.model.as_deref().and_then(|model| self.would_serve(model, ask.session.as_deref()));
+        let (model, prompt) =
+            (served.as_deref().or(ask.model.as_deref()), ask.prompt.as_deref().unwrap_or_default());
         let estimated = match (ask.prompt_tokens, &ask.prompt) {
             (Some(tokens), _) => tokens as f64,
             (None, Some(prompt)) => self.pool.token_size.tokens(prompt.len()),
@@ -116,16 +119,18 @@ impl Core {
         let quoted = serde_json::to_string(prompt).unwrap_or_default();
         let open = quoted.strip_suffix('"').unwrap_or(&quoted).as_bytes();
         let parts = PromptParts::of_text(model.unwrap_or_default(), None, open);
-        let seen = if ask.prompt.is_some() {
-            self.pool.prefixes.matched(&self.pool.prefixes.chunks_of(&parts))
-        } else {
-            Matched::default()
+        let policies = settings.routing.policies(model);
+        let seen = match (&ask.prompt, self.cached_of(model, &quoted, policies).await) {
+            (None, _) => Matched::default(),
+            (_, Some(known)) => known,
+            (_, None) => self.pool.prefixes.matched(&self.pool.prefixes.chunks_of(&parts)),
         };
         let wanted = Wanted {
             model,
             endpoint: ask.endpoint.unwrap_or(Endpoint::Completions),
             prompt_tokens: estimated,
             settings: &settings.routing,
+            policies,
             session: ask.session.as_deref().map(str::as_bytes),
             beginning: super::candidates::beginning(open),
             seen,
@@ -146,8 +151,16 @@ impl Core {
             Some(RuledOut { peer: peer.id.clone(), reason })
         });
         let ruled_out = ruled_out.take(MOST).collect();
-        let [prefill_policy, decode_policy] = settings.routing.policies(model);
+        let [prefill_policy, decode_policy] = policies;
         Explanation { prefill_policy, decode_policy, prompt_tokens: estimated, chosen, pairs, ruled_out }
+    }
+
+    /// What engines' events tell of a prompt, as it stands in a body.
+    async fn cached_of(&self, model: Option<&str>, prompt: &str, policies: [Policy; 2]) -> Option<Matched> {
+        let model = serde_json::to_string(model?).ok()?;
+        let body = Bytes::from(format!(r#"{{"model":{model},"prompt":{prompt}}}"#));
+        let request = ClientRequest::parse(Endpoint::Completions, body, InjectedHandOff::Refuse).ok()?;
+        self.cached_by_events(&request, policies).await
     }
 
     fn would_choose(
@@ -176,6 +189,13 @@ impl Core {
             decision: if alone.is_some() { "decode_only" } else { "disaggregated" },
             reason: alone.unwrap_or("pair"),
         })
+    }
+
+    /// Whether others take the model's requests by its ratio.
+    fn leaves_out(&self, stage: Stage, wanted: &Wanted<'_>, peer: &Arc<Peer>) -> bool {
+        let roster = self.pool.roster();
+        let share = roster.share(stage, wanted.model);
+        share.is_some_and(|share| !share.iter().any(|other| Arc::ptr_eq(other, peer)))
     }
 
     /// Why a peer cannot have a request, or is asked only where there is no other.
@@ -208,6 +228,7 @@ impl Core {
             () if !peer.health.is_sound(now) => "unsound",
             () if wanted.model.is_some_and(|model| !peer.serves(model)) => "does_not_list_the_model",
             () if has_pair => return None,
+            () if self.leaves_out(stage, wanted, peer) => "pd_ratio",
             () => {
                 let seats = table.prefill.iter().map(|(seat, _)| seat.peer);
                 let mut seats = seats.chain(table.decode.iter().map(|(seat, _)| seat.peer));

@@ -19,6 +19,8 @@ pub(crate) use self::peer::EventAddress;
 pub use self::peer::KvEventsView;
 pub(crate) use self::peer::PeerEvents;
 use self::tokens::Recent;
+use super::prefix::Matched;
+use super::settings::Policy;
 use crate::Core;
 use crate::pool::peer::Peer;
 use crate::request::ClientRequest;
@@ -132,9 +134,24 @@ impl Core {
         told.peers.into_iter().map(view).collect()
     }
 
+    /// Who has cached how much of a prompt by engines' own events, where a policy goes by that and any tells.
+    pub(crate) async fn cached_by_events(
+        &self,
+        request: &ClientRequest,
+        policies: [Policy; 2],
+    ) -> Option<Matched> {
+        if !policies.contains(&Policy::KvEvents) {
+            return None;
+        }
+        let told = self.told(request).await?;
+        let bytes = |tokens: usize| (request.prompt_bytes() * tokens / told.of.max(1)) as u64;
+        let known = told.peers.iter().map(|(peer, tokens)| (peer.routing.key, bytes(*tokens)));
+        Some(Matched::known(known.collect()))
+    }
+
     /// The same with the engines themselves. None where no engine publishes its events, or where the prompt's
     /// tokens could not be had in time.
-    pub(crate) async fn told(&self, request: &ClientRequest) -> Option<Told> {
+    async fn told(&self, request: &ClientRequest) -> Option<Told> {
         let mut peers = self.pool.all();
         peers.retain(|peer| peer.events.is_any() && peer.is_ready() && peer.serves(request.model()));
         let prompt = self.prompt_tokens(request, peers.first()?).await?;

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 
 use super::Splicer;
-use crate::json::{JsonFault, Kind, Member, Members, elements, members, push_string};
+use crate::json::{JsonFault, Kind, Member, Members, members, push_string};
 
 const HAND_OFF: &str = "kv_transfer_params";
 
@@ -57,13 +57,12 @@ impl PrefillAnswer {
 
     fn read_choice(&mut self, body: &Bytes, choices: &Member<'_>) -> Result<(), JsonFault> {
         let raw = choices.raw_value();
-        let Some(first) =
-            elements(raw)?.into_iter().next().filter(|first| raw[first.clone()].starts_with('{'))
-        else {
+        let first = raw[1..].trim_ascii_start();
+        if !first.starts_with('{') {
             return Ok(());
-        };
-        let base = choices.value().start + first.start;
-        for member in Members::open(&raw[first])? {
+        }
+        let base = choices.value().end - first.len();
+        for member in Members::beginning(first)? {
             let member = member?;
             let slice = || body.slice(base + member.value().start..base + member.value().end);
             if member.key_is("prompt_logprobs") && member.kind() == Kind::Array {

@@ -50,7 +50,28 @@ pub fn client_answer(
     endpoint: Endpoint,
     part: Option<&PromptPart>,
 ) -> Result<Spliced, JsonFault> {
-    let mut edits = Edits::new(endpoint, part);
+    client_answer_as(body, endpoint, Told { part, model: None })
+}
+
+/// What of an answer is not the decode engine's to tell.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Told<'a> {
+    /// Of the prompt, where it was generated from pulled blocks.
+    pub(crate) part: Option<&'a PromptPart>,
+    /// The model's name as raw JSON, where clients call it otherwise.
+    pub(crate) model: Option<&'a Bytes>,
+}
+
+/// As [`client_answer`], with the client's name for the model.
+///
+/// # Errors
+/// As [`client_answer`].
+pub(crate) fn client_answer_as(
+    body: &Bytes,
+    endpoint: Endpoint,
+    told: Told<'_>,
+) -> Result<Spliced, JsonFault> {
+    let mut edits = Edits::new(endpoint, told);
     edits.answer(members(body)?, 0)?;
     Ok(edits.applied_to(body))
 }
@@ -63,12 +84,8 @@ pub fn answer_without_hand_off(body: Bytes) -> Spliced {
 }
 
 /// As [`client_answer`] for the JSON of one event of a stream.
-pub(crate) fn client_event(
-    data: &Bytes,
-    endpoint: Endpoint,
-    part: Option<&PromptPart>,
-) -> Result<Spliced, JsonFault> {
-    let mut edits = Edits::new(endpoint, part);
+pub(crate) fn client_event(data: &Bytes, endpoint: Endpoint, told: Told<'_>) -> Result<Spliced, JsonFault> {
+    let mut edits = Edits::new(endpoint, told);
     edits.event(members(data)?)?;
     Ok(edits.applied_to(data))
 }
@@ -76,12 +93,13 @@ pub(crate) fn client_event(
 struct Edits<'a> {
     endpoint: Endpoint,
     part: Option<&'a PromptPart>,
+    model: Option<&'a Bytes>,
     made: Vec<Edit>,
 }
 
 impl<'a> Edits<'a> {
-    fn new(endpoint: Endpoint, part: Option<&'a PromptPart>) -> Self {
-        Self { endpoint, part, made: Vec::new() }
+    fn new(endpoint: Endpoint, told: Told<'a>) -> Self {
+        Self { endpoint, part: told.part, model: told.model, made: Vec::new() }
     }
 
     fn applied_to(self, body: &Bytes) -> Spliced {
@@ -120,6 +138,13 @@ impl<'a> Edits<'a> {
             (end, empty) = (span.end, false);
             let cut = removals.keep(span);
             self.cut(cut);
+            if let Some(model) = self.model
+                && member.key_is("model")
+                && member.kind() == Kind::String
+            {
+                self.put(shifted(member.value(), base), model.clone());
+                continue;
+            }
             let Some(part) = self.part else { continue };
             let at = base + member.value().start;
             if member.key_is("usage") {
@@ -167,6 +192,11 @@ impl<'a> Edits<'a> {
             let at = member.value().start;
             if member.kind() == Kind::Object && holder.is_some_and(|holder| member.key_is(holder)) {
                 self.answer(Members::open(member.raw_value())?, at)?;
+            } else if let Some(model) = self.model
+                && member.key_is("model")
+                && member.kind() == Kind::String
+            {
+                self.put(member.value(), model.clone());
             } else if let Some(part) = self.part
                 && member.key_is("usage")
             {

@@ -1,19 +1,20 @@
 //! An engine's event stream on its way to the client, event by event: what it shows of the blocks, and each
 //! event as the client gets it. Holds the beginning of an event until its end has come, and nothing else.
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use bytes::{Bytes, BytesMut};
-use memchr::memmem;
+use memchr::memmem::Finder;
 
+use crate::answer::HAND_OFF;
 use crate::error::Broken;
 use crate::held::Share;
 use crate::request::Endpoint;
-use crate::splice::{PromptPart, client_event};
+use crate::splice::{PromptPart, Told, client_event};
 
 const DONE: &[u8] = b"data: [DONE]";
-const HAND_OFF: &[u8] = b"kv_transfer_params";
-const USAGE: &[u8] = b"\"usage\"";
+static USAGE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new("\"usage\""));
+static MODEL: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new("\"model\""));
 /// An event longer than this holds a token.
 const LONGEST_BEGINNING: usize = 16 << 10;
 
@@ -29,6 +30,8 @@ pub(crate) enum Sight {
 pub(crate) struct Events {
     endpoint: Endpoint,
     part: Option<PromptPart>,
+    /// The client's name for the model, where the engine has another.
+    model: Option<Bytes>,
     /// The beginning of an event whose end has not come.
     held: BytesMut,
     share: Arc<Share>,
@@ -46,7 +49,14 @@ impl Events {
         share: Arc<Share>,
         longest: usize,
     ) -> Self {
-        Self { endpoint, part, held: BytesMut::new(), share, longest, begun: false, finished: false }
+        let held = BytesMut::new();
+        Self { endpoint, part, model: None, held, share, longest, begun: false, finished: false }
+    }
+
+    /// With the client's name for the model (raw JSON).
+    pub(crate) fn naming(mut self, model: Option<Bytes>) -> Self {
+        self.model = model;
+        self
     }
 
     /// Takes the stream's next bytes and gives those that may go on, perhaps none, with what they show.
@@ -155,8 +165,9 @@ impl Events {
     }
 
     fn is_edited(&self, events: &[u8]) -> bool {
-        memmem::find(events, HAND_OFF).is_some()
-            || self.part.is_some() && memmem::find(events, USAGE).is_some()
+        HAND_OFF.find(events).is_some()
+            || self.part.is_some() && USAGE.find(events).is_some()
+            || self.model.is_some() && MODEL.find(events).is_some()
     }
 
     fn for_client(&self, whole: Bytes) -> Result<Bytes, Broken> {
@@ -179,10 +190,11 @@ impl Events {
     }
 
     fn edit(&self, event: &Bytes, shown: &mut BytesMut) -> Result<(), Broken> {
-        let secret = memmem::find(event, HAND_OFF).is_some();
+        let secret = HAND_OFF.find(event).is_some();
         let edited = data_line(event).and_then(|(start, end)| {
             let data = event.slice(start..end);
-            client_event(&data, self.endpoint, self.part.as_ref()).ok().map(|data| (start, data, end))
+            let told = Told { part: self.part.as_ref(), model: self.model.as_ref() };
+            client_event(&data, self.endpoint, told).ok().map(|data| (start, data, end))
         });
         match edited {
             Some((start, data, end)) => {

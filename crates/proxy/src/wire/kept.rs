@@ -8,6 +8,7 @@ use std::task::{Context, Waker};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use foldhash::fast::RandomState;
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead as _, ReadBuf};
 use tokio::runtime;
@@ -34,7 +35,7 @@ pub(super) struct Kept {
 
 /// Those of one runtime.
 #[derive(Debug, Default)]
-struct Shelves(Mutex<HashMap<Place, Arc<Shelf>>>);
+struct Shelves(Mutex<HashMap<Place, Arc<Shelf>, RandomState>>);
 
 /// Those to one address.
 #[derive(Debug)]

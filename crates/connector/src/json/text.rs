@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 /// Whether a raw key, its escapes resolved, is `name`.
-pub(crate) fn key_is(raw: &str, escaped: bool, name: &str) -> bool {
+pub fn key_is(raw: &str, escaped: bool, name: &str) -> bool {
     if escaped { Unescape { rest: raw }.eq(name.chars()) } else { raw == name }
 }
 
@@ -16,12 +16,15 @@ pub fn unescape(raw: &str) -> Cow<'_, str> {
 }
 
 /// The characters of a scanned string's inside.
-pub(crate) struct Unescape<'a> {
+#[derive(Clone, Debug)]
+pub struct Unescape<'a> {
     rest: &'a str,
 }
 
 impl<'a> Unescape<'a> {
-    pub(crate) fn new(raw: &'a str) -> Self {
+    /// Of what stands between the quotes of a checked string.
+    #[must_use]
+    pub fn new(raw: &'a str) -> Self {
         Self { rest: raw }
     }
 
@@ -67,7 +70,7 @@ impl Iterator for Unescape<'_> {
 }
 
 /// Appends `text` as a JSON string, quotes included.
-pub(crate) fn push_string(out: &mut Vec<u8>, text: &str) {
+pub fn push_string(out: &mut Vec<u8>, text: &str) {
     const HEX: &[u8; 16] = b"0123456789abcdef";
     out.push(b'"');
     for byte in text.bytes() {

@@ -1,6 +1,6 @@
 //! One strict pass over JSON text (RFC 8259) that yields the members of an object as byte spans.
 //!
-//! Owns syntax only: it builds no tree, allocates nothing per key, never recurses, and its faults carry
+//! For the few fields of large bodies that are of interest, and the rest passed on as it is. Owns syntax only: it builds no tree, allocates nothing per key, never recurses, and its faults carry
 //! offsets, never content. It must not know what any field means.
 
 mod scan;
@@ -11,9 +11,8 @@ use std::ops::Range;
 
 use self::scan::Scanner;
 
-pub(crate) use self::scan::{Event, walk};
-pub use self::text::unescape;
-pub(crate) use self::text::{Unescape, key_is, push_string};
+pub use self::scan::{Event, walk};
+pub use self::text::{Unescape, key_is, push_string, unescape};
 
 /// Containers that may be open at once, the outermost object included.
 pub const MAX_DEPTH: usize = 512;
@@ -127,7 +126,7 @@ impl<'a> Member<'a> {
     }
 
     /// The whole text that the spans refer to.
-    pub(crate) fn text(&self) -> &'a str {
+    pub fn text(&self) -> &'a str {
         self.text
     }
 
@@ -155,7 +154,7 @@ pub fn is_object(body: &[u8]) -> Result<(), JsonFault> {
 ///
 /// # Errors
 /// The first fault inside it.
-pub(crate) fn elements(raw: &str) -> Result<Vec<Range<usize>>, JsonFault> {
+pub fn elements(raw: &str) -> Result<Vec<Range<usize>>, JsonFault> {
     let bytes = raw.as_bytes();
     let (mut depth, mut next, mut found) = (0_usize, 0_usize, Vec::new());
     walk(raw, 0, |event| {
@@ -200,6 +199,8 @@ pub fn members(body: &[u8]) -> Result<Members<'_>, JsonFault> {
 pub struct Members<'a> {
     scan: Scanner<'a>,
     stage: Stage,
+    /// Nothing may follow the object.
+    alone: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -215,6 +216,18 @@ impl<'a> Members<'a> {
     /// # Errors
     /// `NotAnObject`, `UnexpectedByte` or `UnexpectedEnd` when the text does not begin with an object.
     pub fn open(text: &'a str) -> Result<Self, JsonFault> {
+        Self::start(text, true)
+    }
+
+    /// As [`Members::open`] where something else may follow the object, which is not looked at.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn beginning(text: &'a str) -> Result<Self, JsonFault> {
+        Self::start(text, false)
+    }
+
+    fn start(text: &'a str, alone: bool) -> Result<Self, JsonFault> {
         let mut scan = Scanner { text, at: 0 };
         scan.skip_whitespace();
         match scan.peek()? {
@@ -224,7 +237,7 @@ impl<'a> Members<'a> {
             }
             _ => return Err(JsonFaultKind::UnexpectedByte.at(scan.at)),
         }
-        Ok(Self { scan, stage: Stage::First })
+        Ok(Self { scan, stage: Stage::First, alone })
     }
 
     fn advance(&mut self) -> Result<Option<Member<'a>>, JsonFault> {
@@ -235,7 +248,7 @@ impl<'a> Members<'a> {
                 scan.at += 1;
                 scan.skip_whitespace();
                 self.stage = Stage::Done;
-                if scan.at < scan.text.len() {
+                if self.alone && scan.at < scan.text.len() {
                     return Err(JsonFaultKind::TrailingBytes.at(scan.at));
                 }
                 return Ok(None);
@@ -270,7 +283,7 @@ impl<'a> Iterator for Members<'a> {
 }
 
 /// Whether a value says nothing: `null`, or an object without members.
-pub(crate) fn is_blank(kind: Kind, raw: &str) -> bool {
+pub fn is_blank(kind: Kind, raw: &str) -> bool {
     match kind {
         Kind::Null => true,
         Kind::Object => raw[1..raw.len() - 1].bytes().all(|byte| byte.is_ascii_whitespace()),

@@ -11,22 +11,38 @@ const NEAR: usize = 4;
 
 /// What [`walk`] meets, in the order of the text.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Event {
+pub enum Event {
     /// A container opens.
-    Open { object: bool },
-    /// The innermost container ended just before this offset.
-    Close { end: usize },
-    /// A key of the innermost object, without its quotes.
-    Key { raw: Range<usize>, escaped: bool },
+    Open {
+        /// Whether it is an object.
+        object: bool,
+    },
+    /// The innermost container ended.
+    Close {
+        /// Just after it.
+        end: usize,
+    },
+    /// A key of the innermost object.
+    Key {
+        /// Without its quotes.
+        raw: Range<usize>,
+        /// Whether it holds escapes.
+        escaped: bool,
+    },
     /// A value that is no container.
-    Scalar { kind: Kind, span: Range<usize> },
+    Scalar {
+        /// What it is.
+        kind: Kind,
+        /// Where it is.
+        span: Range<usize>,
+    },
 }
 
 /// Reports everything inside the one value that starts at `start` in `text`.
 ///
 /// # Errors
 /// The first fault inside the value.
-pub(crate) fn walk(text: &str, start: usize, mut on: impl FnMut(Event)) -> Result<(), JsonFault> {
+pub fn walk(text: &str, start: usize, mut on: impl FnMut(Event)) -> Result<(), JsonFault> {
     Scanner { text, at: start }.value(1, &mut on).map(drop)
 }
 
