@@ -17,6 +17,8 @@
 mod budget;
 #[path = "overhead/client.rs"]
 mod client;
+#[path = "overhead/costs.rs"]
+mod costs;
 #[path = "overhead/engine.rs"]
 mod engine;
 #[path = "overhead/growth.rs"]
@@ -51,5 +53,6 @@ fn main() {
     let plan = if asked("--smoke") { SMOKE } else { FULL };
     let engines = engine::Engines::start();
     println!("{}", table::measure(&engines, plan));
+    println!("{}", costs::measure(&engines, plan));
     println!("{}", growth::measure(&engines, plan, asked("--plots").then_some("docs/performance")));
 }

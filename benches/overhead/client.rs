@@ -30,6 +30,17 @@ impl Load {
         Self { name: name.to_owned(), request: [head.as_bytes(), body.as_bytes()].concat() }
     }
 
+    /// As a prefill engine gets it.
+    pub(crate) fn as_prefill(&self) -> Self {
+        let at = find(&self.request, b"\r\n\r\n").unwrap() + 4;
+        let (head, body) = (String::from_utf8_lossy(&self.request[..at]), &self.request[at..]);
+        let field = r#","kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false}}"#;
+        let body = [&body[..body.len() - 1], field.as_bytes()].concat();
+        let (was, is) = (self.request.len() - at, body.len());
+        let head = head.replace(&format!("content-length: {was}"), &format!("content-length: {is}"));
+        Self { name: self.name.clone(), request: [head.as_bytes(), &body].concat() }
+    }
+
     /// The three loads of the table.
     pub(crate) fn all() -> [Self; 3] {
         [Self::new("answer", 96, false), Self::new("stream", 96, true), Self::new("long", 64_800, true)]

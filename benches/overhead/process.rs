@@ -153,6 +153,11 @@ impl Router {
         self.tree().into_iter().filter_map(|pid| status(pid, "VmRSS:")).sum()
     }
 
+    /// The most memory that was ever resident, in bytes.
+    pub(crate) fn most_resident(&self) -> u64 {
+        self.tree().into_iter().filter_map(|pid| status(pid, "VmHWM:")).sum()
+    }
+
     pub(crate) fn pid(&self) -> u32 {
         self.child.as_ref().map_or(0, Child::id)
     }

@@ -73,10 +73,10 @@ async fn whose_turn_does_not_come_is_told_so_in_time() {
 #[tokio::test(start_paused = true)]
 async fn who_finds_the_queue_full_is_refused_at_once() {
     let admission = admission(1, Duration::from_secs(10));
-    let _first = admission.enter(&ask()).await.unwrap();
+    let _first = admission.enter(&ask(), Instant::now()).await.unwrap();
     let _waiting = [waiting(&admission), waiting(&admission)];
     let asked = ask();
-    let mut refused = std::pin::pin!(admission.enter(&asked));
+    let mut refused = std::pin::pin!(admission.enter(&asked, Instant::now()));
     // At the first look, which is no wait at all.
     let Poll::Ready(Err(busy)) = refused.as_mut().poll(&mut Context::from_waker(Waker::noop())) else {
         panic!("it waits, or runs");
