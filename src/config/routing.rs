@@ -40,7 +40,7 @@ pub(super) fn check(config: &Config, wrong: &mut impl FnMut(&str, String, &str))
         }
     }
     if !(0.0..=1e3).contains(&disaggregation.interference) {
-        let hint = "the default is 0.1; 0 takes prompts and sequences not to disturb each other";
+        let hint = "the default is 1.0; 0 takes prompts and sequences not to disturb each other";
         wrong("disaggregation.interference", "must be a number from 0 to 1000".into(), hint);
     }
     for (key, value) in [

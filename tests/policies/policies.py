@@ -41,7 +41,7 @@ def line(name, seen, told=None):
 
 def shared_prefixes(args):
     engines = fleet.Engines()
-    trace = fleet.conversations(1, args.requests, args.rate)
+    trace = fleet.conversations(1, args.requests, args.rate, beginnings=12, shared=768, turns=4, pause=2.0)
     print("| policy | hit rate | TTFT p50 | TTFT p90 | TTFT p99 | simulated: hit rate, p50, p99 |\n|---|---|---|---|---|---|")
     for policy in args.policy or POLICIES:
         settings = f"[routing]\nprefill = \"{policy}\"\ndecode = \"{policy}\"\n"
@@ -78,9 +78,9 @@ def conditional(args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=["prefixes", "mixed"])
-    parser.add_argument("--requests", type=int, default=240)
-    parser.add_argument("--rate", type=float, default=5.0)
-    parser.add_argument("--mixed-rate", type=float, default=3.0)
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--rate", type=float, default=6.0)
+    parser.add_argument("--mixed-rate", type=float, default=2.5)
     parser.add_argument("--policy", action="append")
     args = parser.parse_args()
     if args.only != "mixed":

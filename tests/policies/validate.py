@@ -30,7 +30,7 @@ def measured(fleet_now, engines):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--requests", type=int, default=240)
     parser.add_argument("--rate", type=float, default=4.0)
     parser.add_argument("--policy", action="append")
     parser.add_argument("--within", type=float, default=0.10)

@@ -306,6 +306,9 @@ impl SimulatedRouter {
 
     /// The first bytes of a stream have come.
     pub fn began(&self, routed: &mut Routed) {
+        if let Some(decode) = &mut routed.on_decode {
+            decode.prompt_is_done();
+        }
         if let (Some((from, since, bytes)), Some(decode)) = (routed.handed_off.take(), &routed.on_decode)
             && bytes > 0
         {

@@ -225,6 +225,7 @@ impl Live {
         }
         self.silence.as_mut().reset(self.ends.min(now + self.idle));
         self.guards.flow.came(now, true);
+        self.guards.in_flight.prompt_is_done();
         let mut tokens = false;
         let data = match &mut self.events {
             None => data,

@@ -165,9 +165,12 @@ impl Pool {
             let ask = Ask { prompt_tokens: wanted.prompt_tokens };
             let cached = wanted.cached(d.peer);
             let stays = decide::stays(rule, &ask, &best.cost, (p_facts, d_facts), cached, &table.weights);
-            let Some(decode) = let_in(d) else { continue };
+            let Some(mut decode) = let_in(d) else { continue };
             let prefill = match stays {
-                Some(_) => None,
+                Some(_) => {
+                    decode = decode.with_prompt((wanted.prompt_tokens - cached).max(0.0));
+                    None
+                }
                 None => match let_in(p) {
                     Some(prefill) => Some(prefill.with_prompt(wanted.prompt_tokens)),
                     None => continue,

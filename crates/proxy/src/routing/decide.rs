@@ -44,7 +44,7 @@ pub(crate) fn stays(
     }
     let rate = prefill.rate?;
     let running = decode.sequences + decode.others;
-    let alone = on_decode * rate.each / rule.decode_speed;
+    let alone = (on_decode + decode.prompt_tokens) * rate.each / rule.decode_speed;
     // The prompt waits behind what waits there, and what runs there waits for the prompt.
     let alone = alone * (1.0 + rule.interference * running) + decode.waiting * weights.waiting;
     let apart = cost.prefill_queue + cost.prefill + cost.transfer + cost.locality;
@@ -62,16 +62,29 @@ mod tests {
     const WEIGHTS: Weights =
         Weights { prompt_token: 1e-4, byte: 1e-10, sequence: 0.002, waiting: 0.05, kv_full: 1.0 };
 
+    const RATE: Option<Rate> = Some(Rate { start: 0.01, each: 1e-4 });
+
+    fn idle(sequences: f64) -> DecodeFacts {
+        DecodeFacts {
+            sequences,
+            others: 0.0,
+            prompt_tokens: 0.0,
+            waiting: 0.0,
+            kv_usage: None,
+            freshness: 0.0,
+            share: 1.0,
+        }
+    }
+
     fn auto() -> Disaggregation {
         Disaggregation { mode: DisaggregationMode::Auto, ..Disaggregation::default() }
     }
 
     fn found(rule: &Disaggregation, tokens: f64, waiting: f64, sequences: f64, rate: bool) -> Option<Stays> {
         let ask = Ask { prompt_tokens: tokens };
-        let rate = rate.then_some(Rate { start: 0.01, each: 1e-4 });
+        let rate = RATE.filter(|_| rate);
         let p = PrefillFacts { waiting_tokens: waiting, others: 0.0, cached_tokens: 0.0, rate, share: 1.0 };
-        let d =
-            DecodeFacts { sequences, others: 0.0, waiting: 0.0, kv_usage: None, freshness: 0.0, share: 1.0 };
+        let d = idle(sequences);
         let pair = PairFacts { bytes: None, rate: None, distance: 0.0 };
         stays(rule, &ask, &cost(&ask, &p, &d, &pair, &WEIGHTS), (&p, &d), 0.0, &WEIGHTS)
     }
@@ -88,6 +101,11 @@ mod tests {
         );
         assert_eq!(found(&rule, 5000.0, 0.0, 32.0, true), None);
         assert_eq!(found(&rule, 5000.0, 1e6, 32.0, true), Some(Stays::CheaperAlone), "the queue is long");
+        let p = PrefillFacts { waiting_tokens: 0.0, others: 0.0, cached_tokens: 0.0, rate: RATE, share: 1.0 };
+        let ask = Ask { prompt_tokens: 5000.0 };
+        let busy = DecodeFacts { prompt_tokens: 20_000.0, ..idle(0.0) };
+        let apart = cost(&ask, &p, &busy, &PairFacts { bytes: None, rate: None, distance: 0.0 }, &WEIGHTS);
+        assert_eq!(stays(&rule, &ask, &apart, (&p, &busy), 0.0, &WEIGHTS), None, "prompts wait there too");
         let always = Disaggregation::default();
         assert_eq!(found(&always, 1.0, 1e9, 0.0, true), None);
     }

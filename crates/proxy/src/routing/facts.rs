@@ -124,6 +124,7 @@ pub(crate) fn of_decode(peer: &Peer, settings: &RoutingSettings, now: Instant) -
         load.as_ref().map_or(0.0, |load| number(load) as f64 * fresh)
     };
     DecodeFacts {
+        prompt_tokens: peer.routing.waiting_tokens() as f64,
         sequences: peer.in_flight() as f64,
         others: of(|load| (load.running + load.waiting).saturating_sub(load.ours)),
         waiting: of(|load| load.waiting),

@@ -40,6 +40,8 @@ pub struct DecodeFacts {
     pub sequences: f64,
     /// Sequences of others that run there; older readings count less.
     pub others: f64,
+    /// Prompt tokens that it computes itself, of requests that were sent there and have shown no token.
+    pub prompt_tokens: f64,
     /// Requests that wait inside; older readings count less.
     pub waiting: f64,
     /// The part of its KV blocks in use, from 0 to 1.
@@ -128,8 +130,10 @@ pub fn cost(ask: &Ask, p: &PrefillFacts, d: &DecodeFacts, pair: &PairFacts, weig
         let rate = pair.rate.unwrap_or(Rate { start: 0.0, each: weights.byte });
         positive(rate.start + positive(bytes) * rate.each)
     });
-    let decode_queue =
-        positive(d.sequences + d.others) * weights.sequence + positive(d.waiting) * weights.waiting;
+    let decode_queue = positive(d.sequences + d.others) * weights.sequence
+        + positive(d.waiting) * weights.waiting
+        // Steps that compute prompts hold up all that runs there.
+        + positive(positive(d.prompt_tokens) * known.each);
     let above = d.kv_usage.map_or(0.0, |usage| ((usage.clamp(0.0, 1.0) - ROOMY) / (1.0 - ROOMY)).max(0.0));
     let decode_memory = positive(above * above * d.freshness.clamp(0.0, 1.0) * weights.kv_full);
     let more = |share: f64| 1.0 / share.clamp(LEAST_SHARE, 1.0) - 1.0;
@@ -172,12 +176,12 @@ mod tests {
     prop_compose! {
         fn facts()(
             tokens in 0.0_f64..1e6, waiting in 0.0_f64..1e7, p_others in 0.0_f64..1e3, cached in 0.0_f64..1e6,
-            p_rate in rate(), p_share in 0.1_f64..=1.0, sequences in 0.0_f64..1e4, d_others in 0.0_f64..1e3,
+            p_rate in rate(), p_share in 0.1_f64..=1.0, d_prompts in 0.0_f64..1e6, sequences in 0.0_f64..1e4, d_others in 0.0_f64..1e3,
             d_waiting in 0.0_f64..1e3, kv_usage in proptest::option::of(0.0_f64..=1.0),
         )(
             freshness in 0.0_f64..=1.0, d_share in 0.1_f64..=1.0,
             bytes in proptest::option::of(0.0_f64..1e12), rate in rate(), distance in 0.0_f64..10.0,
-            tokens in Just(tokens), waiting in Just(waiting), p_others in Just(p_others), cached in Just(cached),
+            d_prompts in Just(d_prompts), tokens in Just(tokens), waiting in Just(waiting), p_others in Just(p_others), cached in Just(cached),
             p_rate in Just(p_rate), p_share in Just(p_share), sequences in Just(sequences),
             d_others in Just(d_others), d_waiting in Just(d_waiting), kv_usage in Just(kv_usage),
         ) -> All {
@@ -187,7 +191,7 @@ mod tests {
                     waiting_tokens: waiting, others: p_others, cached_tokens: cached, rate: p_rate, share: p_share,
                 },
                 DecodeFacts {
-                    sequences, others: d_others, waiting: d_waiting, kv_usage, freshness, share: d_share,
+                    prompt_tokens: d_prompts, sequences, others: d_others, waiting: d_waiting, kv_usage, freshness, share: d_share,
                 },
                 PairFacts { bytes, rate, distance },
             )
@@ -198,7 +202,7 @@ mod tests {
         #[test]
         fn more_work_never_costs_less(all in facts(), more in 0.0_f64..1e5) {
             let before = total(&all);
-            let dearer: [fn(&mut All, f64); 12] = [
+            let dearer: [fn(&mut All, f64); 13] = [
                 |all, more| all.0.prompt_tokens += more,
                 |all, more| all.1.waiting_tokens += more,
                 |all, more| all.1.others += more,
@@ -206,6 +210,7 @@ mod tests {
                 |all, more| all.1.share /= 1.0 + more,
                 |all, more| all.2.sequences += more,
                 |all, more| all.2.others += more,
+                |all, more| all.2.prompt_tokens += more,
                 |all, more| all.2.waiting += more,
                 |all, more| all.2.kv_usage = all.2.kv_usage.map(|usage| (usage + more).min(1.0)),
                 |all, more| all.2.share /= 1.0 + more,
@@ -231,7 +236,7 @@ mod tests {
             let all = (
                 Ask { prompt_tokens: a },
                 PrefillFacts { waiting_tokens: b, others: c, cached_tokens: d, rate, share: e },
-                DecodeFacts { sequences: f, others: g, waiting: h, kv_usage: Some(i), freshness: j, share: k },
+                DecodeFacts { prompt_tokens: d, sequences: f, others: g, waiting: h, kv_usage: Some(i), freshness: j, share: k },
                 PairFacts { bytes: Some(l), rate, distance: a },
             );
             prop_assert!(total(&all).is_finite() && total(&all) >= 0.0, "{}", total(&all));
@@ -242,6 +247,7 @@ mod tests {
     fn what_is_not_known_counts_as_nothing() {
         let p = PrefillFacts { waiting_tokens: 0.0, others: 0.0, cached_tokens: 0.0, rate: None, share: 1.0 };
         let d = DecodeFacts {
+            prompt_tokens: 0.0,
             sequences: 0.0,
             others: 0.0,
             waiting: 0.0,

@@ -185,7 +185,7 @@ impl Default for Disaggregation {
             mode: DisaggregationMode::Always,
             min_uncached_tokens: 256,
             decode_speed: 1.0,
-            interference: 0.1,
+            interference: 1.0,
         }
     }
 }

@@ -23,6 +23,11 @@ impl InFlight {
         self.tokens += tokens;
         self
     }
+
+    /// The prompt that the peer had to compute is computed.
+    pub(crate) fn prompt_is_done(&mut self) {
+        self.peer.routing.leave(std::mem::take(&mut self.tokens));
+    }
 }
 
 impl Drop for InFlight {
