@@ -168,6 +168,7 @@ impl Core {
                 // What it was told may be out of date.
                 of_prefill.forget_channel();
                 self.metrics.pushed("decode_failed");
+                exchange.account.prefilled();
                 return Ok(Both::Sent(failed));
             }
         };

@@ -26,7 +26,7 @@ pub(crate) struct Roster {
     by_model: HashMap<String, [Vec<Arc<Peer>>; 2]>,
     /// Every model that some peer lists, whether it may have requests of it or not.
     listed: HashSet<String>,
-    /// Whether each peer of a stage has shown what it serves.
+    /// Whether each peer of a stage has shown all that it may serve.
     complete: [bool; 2],
     shares: Shares,
     rings: [OnceLock<Ring>; 2],
@@ -40,7 +40,8 @@ impl Roster {
         for stage in [Stage::Prefill, Stage::Decode] {
             for peer in snapshot.of(stage) {
                 let models = Arc::clone(&peer.observed.read().models);
-                complete[stage as usize] &= !models.is_empty();
+                // What a credential binds an engine to may have another name in its list.
+                complete[stage as usize] &= !models.is_empty() && !peer.is_bound();
                 for model in models.iter() {
                     if !listed.contains(&model.id) {
                         listed.insert(model.id.clone());
