@@ -2,8 +2,9 @@
 //! whichever other routers are installed, between the same mock engines.
 //!
 //! `cargo bench --bench overhead` prints the tables of `docs/performance.md` and draws its plots;
-//! `-- --smoke` is over in seconds and its figures mean nothing; `-- --instructions` counts a request's
-//! instructions under valgrind and holds them against `benches/overhead/budget.txt`.
+//! `-- --seconds 2` has each measurement last so long; `-- --smoke` is over in seconds and its figures mean
+//! nothing; `-- --instructions` counts a request's instructions under valgrind and holds them against
+//! `benches/overhead/budget.txt`.
 
 #![allow(
     clippy::unwrap_used,
@@ -50,7 +51,11 @@ fn main() {
     if asked("--instructions") {
         std::process::exit(i32::from(!budget::holds(asked("--write"))));
     }
-    let plan = if asked("--smoke") { SMOKE } else { FULL };
+    let mut plan = if asked("--smoke") { SMOKE } else { FULL };
+    let seconds = std::env::args().skip_while(|argument| argument != "--seconds").nth(1);
+    if let Some(seconds) = seconds.and_then(|seconds| seconds.parse().ok()) {
+        plan.lasts = Duration::from_secs(seconds);
+    }
     let engines = engine::Engines::start();
     println!("{}", table::measure(&engines, plan));
     println!("{}", costs::measure(&engines, plan));
