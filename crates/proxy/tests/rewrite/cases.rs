@@ -287,8 +287,9 @@ fn a_hand_off_of_the_client_is_refused_on_both_endpoints() {
 #[test]
 fn edits_are_bounded() {
     let body = |repeats: usize| format!(r#"{{"model":"m"{}}}"#, r#","stream":true"#.repeat(repeats));
-    assert!(parse(Completions, &body(MAX_EDITS)).is_ok());
-    let refusal = parse(Completions, &body(MAX_EDITS + 1)).unwrap_err();
+    // The model's name is one of them: it may have to be another one for the engines.
+    assert!(parse(Completions, &body(MAX_EDITS - 1)).is_ok());
+    let refusal = parse(Completions, &body(MAX_EDITS)).unwrap_err();
     assert_eq!(refusal, BadRequest::TooManyEdits { limit: MAX_EDITS });
     let hidden = format!(
         r#"{{"model":"m","extra_body":[{}0]}}"#,
