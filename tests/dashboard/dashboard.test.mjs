@@ -156,12 +156,14 @@ test("a peer is quarantined with the keyboard alone", async () => {
     }
     assert.fail(`${wanted} cannot be reached, the focus is on ${await focused()}`);
   };
+  await page.locator("#peer-prefill-2").waitFor();
   await tabTo("prefill-list");
   await page.keyboard.press("End");
-  const active = () => page.locator("#prefill-list").getAttribute("aria-activedescendant");
-  assert.equal(await active(), "peer-prefill-2");
+  const isActive = (wanted) => page.waitForFunction(
+    (id) => document.getElementById("prefill-list").getAttribute("aria-activedescendant") === id, wanted);
+  await isActive("peer-prefill-2");
   await page.keyboard.press("ArrowUp");
-  assert.equal(await active(), "peer-prefill-1");
+  await isActive("peer-prefill-1");
   await page.keyboard.press("Enter");
   assert.equal(await focused(), "detail");
   await tabTo("quarantine");
