@@ -341,7 +341,17 @@ impl Pool {
 
     /// Whether a pair may hand off. A peer that has just left the fleet goes on as it was.
     pub(crate) fn fits(&self, prefill: &Peer, decode: &Peer) -> bool {
-        let known = self.matrix.load().fits(prefill, decode);
+        self.fits_by(&self.matrix(), prefill, decode)
+    }
+
+    /// The verdicts of now, for whoever looks many of them up.
+    pub(crate) fn matrix(&self) -> arc_swap::Guard<Arc<Matrix>> {
+        self.matrix.load()
+    }
+
+    /// As [`Pool::fits`] by these verdicts.
+    pub(crate) fn fits_by(&self, matrix: &Matrix, prefill: &Peer, decode: &Peer) -> bool {
+        let known = matrix.fits(prefill, decode);
         known.unwrap_or_else(|| {
             let rules = self.pairing.load();
             pairing::judge(&Facts::of(prefill), &Facts::of(decode), &rules).allows(rules.unknown)

@@ -71,9 +71,10 @@ impl Pool {
         let prefill: Vec<_> = seats.into_iter().map(of_prefill).collect();
         let ask = Ask { prompt_tokens: wanted.prompt_tokens };
         let mut pairs = Vec::with_capacity(prefill.len() * decode.len());
+        let matrix = self.matrix();
         for (d, (of_decode, d_facts)) in decode.iter().enumerate() {
             for (p, (of_prefill, p_facts)) in prefill.iter().enumerate() {
-                if !self.fits(of_prefill.peer, of_decode.peer) {
+                if !self.fits_by(&matrix, of_prefill.peer, of_decode.peer) {
                     continue;
                 }
                 let between = facts::of_pair(of_prefill.peer, of_decode.peer, wanted.prompt_tokens, settings);

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
+use foldhash::fast::RandomState;
 use parking_lot::RwLock;
 use tokio::time::Instant;
 
@@ -33,7 +34,7 @@ pub(crate) struct Facts {
     /// Bytes of KV for a prompt token; not a number while it is not known.
     token_bytes: AtomicU64,
     /// By prefill partner, bytes to seconds.
-    partners: RwLock<HashMap<PeerKey, Line>>,
+    partners: RwLock<HashMap<PeerKey, Line, RandomState>>,
 }
 
 impl Default for Facts {
