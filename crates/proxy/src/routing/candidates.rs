@@ -14,7 +14,7 @@ use crate::pool::peer::Peer;
 use crate::request::Endpoint;
 
 /// How many of many peers are drawn.
-const DRAWN: usize = 6;
+const DRAWN: usize = 4;
 
 /// How often it is drawn at most: some of those that are drawn are not open.
 const DRAWS: usize = 4 * DRAWN;
