@@ -2,7 +2,7 @@
 //! whichever other routers are installed, between the same mock engines.
 //!
 //! `cargo bench --bench overhead` prints the tables of `docs/performance.md` and draws its plots;
-//! `-- --seconds 2` has each measurement last so long; `-- --smoke` is over in seconds and its figures mean
+//! `-- --growth` is the second half alone; `-- --seconds 2` has each measurement last so long; `-- --smoke` is over in seconds and its figures mean
 //! nothing; `-- --instructions` counts a request's instructions under valgrind and holds them against
 //! `benches/overhead/budget.txt`.
 
@@ -57,7 +57,9 @@ fn main() {
         plan.lasts = Duration::from_secs(seconds);
     }
     let engines = engine::Engines::start();
-    println!("{}", table::measure(&engines, plan));
-    println!("{}", costs::measure(&engines, plan));
+    if !asked("--growth") {
+        println!("{}", table::measure(&engines, plan));
+        println!("{}", costs::measure(&engines, plan));
+    }
     println!("{}", growth::measure(&engines, plan, asked("--plots").then_some("docs/performance")));
 }
