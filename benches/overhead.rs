@@ -2,9 +2,9 @@
 //! whichever other routers are installed, between the same mock engines.
 //!
 //! `cargo bench --bench overhead` prints the tables of `docs/performance.md` and draws its plots;
-//! `-- --growth` is the second half alone; `-- --seconds 2` has each measurement last so long; `-- --smoke` is over in seconds and its figures mean
-//! nothing; `-- --instructions` counts a request's instructions under valgrind and holds them against
-//! `benches/overhead/budget.txt`.
+//! `-- --growth` is the second half alone; `-- --seconds 2` has each measurement last so long; `-- --smoke` is
+//! over in seconds and its figures mean nothing; `-- --instructions` counts a request's instructions under
+//! valgrind and holds them against `benches/overhead/budget.txt`.
 
 #![allow(
     clippy::unwrap_used,
