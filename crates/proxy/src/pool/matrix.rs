@@ -207,13 +207,12 @@ impl Matrix {
     pub(crate) fn counts(&self) -> HashMap<(&'static str, bool), usize> {
         let mut counts: HashMap<_, usize> = HashMap::new();
         let of_decode = self.decode.sizes();
-        for (prefill, [_, p]) in self.prefill.sizes().into_iter().enumerate() {
-            let all = self.prefill.sizes()[prefill].iter().sum::<usize>();
-            for (decode, [apart, d]) in of_decode.iter().enumerate() {
+        for (prefill, [p_apart, p]) in self.prefill.sizes().into_iter().enumerate() {
+            for (decode, [d_apart, d]) in of_decode.iter().enumerate() {
                 let verdict = self.of_classes(prefill, decode);
                 let used = if verdict.allows(self.rules.unknown) { p * d } else { 0 };
                 *counts.entry((verdict.label(), true)).or_default() += used;
-                *counts.entry((verdict.label(), false)).or_default() += all * (apart + d) - used;
+                *counts.entry((verdict.label(), false)).or_default() += (p_apart + p) * (d_apart + d) - used;
             }
         }
         for (prefill, decode) in self.restarted.keys() {
