@@ -9,6 +9,7 @@ pub(crate) mod health;
 pub(crate) mod load;
 pub(crate) mod matrix;
 mod models;
+mod observed;
 pub(crate) mod operator;
 pub(crate) mod origin;
 mod outcome;

@@ -130,11 +130,11 @@ impl SimulatedRouter {
             spec.name = Some(peer.name);
             spec.labels = peer.labels;
             let entered = pool.add_of(Origin::Settings, spec)?;
-            let mut observed = entered.observed.write();
-            observed.state = PeerState::Ready;
-            observed.models = Arc::clone(&models);
-            observed.models_changed += 1;
-            drop(observed);
+            entered.observed.change(|observed| {
+                observed.state = PeerState::Ready;
+                observed.models = Arc::clone(&models);
+                observed.models_changed += 1;
+            });
             all.push((entered, peer.kv_bytes_per_token));
         }
         pool.learn(&Registry::new(RegistryLimits::default()));

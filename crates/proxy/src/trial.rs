@@ -150,7 +150,7 @@ impl Proxy {
 impl Core {
     /// Why a pair is not to be tried.
     fn hindrance(&self, [prefill, decode]: &[Arc<Peer>; 2]) -> Option<(TrialResult, Option<String>)> {
-        let last = |peer: &Peer| peer.observed.read().last_error.as_ref().map(|fault| fault.kind.clone());
+        let last = |peer: &Peer| peer.observed.now().last_error.as_ref().map(|fault| fault.kind.clone());
         if !prefill.is_ready() {
             return Some((TrialResult::PrefillUnready, last(prefill)));
         }

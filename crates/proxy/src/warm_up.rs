@@ -148,7 +148,7 @@ fn request(model: &str) -> Result<ClientRequest, BadRequest> {
 }
 
 fn common_model(prefill: &Peer, decode: &Peer) -> Option<String> {
-    let models = Arc::clone(&prefill.observed.read().models);
+    let models = Arc::clone(&prefill.observed.now().models);
     let both_may = |model: &str| prefill.may_have(Some(model)) && decode.may_have(Some(model));
     models.iter().map(|served| &served.id).find(|model| decode.serves(model) && both_may(model)).cloned()
 }

@@ -215,9 +215,9 @@ mod tests {
         other.spec.labels.insert("zone".into(), "a".into());
         let changed = pool.discover(std::slice::from_ref(&other)).changed.remove(0);
         assert_eq!((changed.id.as_str(), pool.all().len()), (first.id.as_str(), 1));
-        assert!(Arc::ptr_eq(&health(&pool), &first.health) && changed.observed.read().last_error.is_some());
+        assert!(Arc::ptr_eq(&health(&pool), &first.health) && changed.observed.now().last_error.is_some());
         let changed = pool.discover(&[of_process("2")]).changed.remove(0);
-        assert!(!Arc::ptr_eq(&health(&pool), &first.health) && changed.observed.read().last_error.is_none());
+        assert!(!Arc::ptr_eq(&health(&pool), &first.health) && changed.observed.now().last_error.is_none());
     }
 
     #[tokio::test]

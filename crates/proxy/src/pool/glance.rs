@@ -68,9 +68,8 @@ impl Peer {
 
     /// As it is now; `millis` puts a moment on the router's clock.
     pub(crate) fn glance(self: &Arc<Self>, millis: impl Fn(tokio::time::Instant) -> u64) -> PeerGlance<'_> {
-        // Before the lock, which these take themselves.
         let (condition, generation, health) = (self.condition(), self.generation(), self.health.view());
-        let observed = self.observed.read();
+        let observed = self.observed.now();
         let thousandths = |part: f64| (part * 1000.0).round() / 1000.0;
         PeerGlance {
             id: &self.id,

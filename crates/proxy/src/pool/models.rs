@@ -78,7 +78,7 @@ impl Pool {
     pub(crate) fn models(&self) -> ModelList {
         let mut entries: BTreeMap<String, Box<RawValue>> = BTreeMap::new();
         for peer in self.snapshot.load().all().filter(|peer| peer.is_ready()) {
-            let observed = peer.observed.read();
+            let observed = peer.observed.now();
             for served in observed.models.iter().filter(|served| peer.may_have(Some(&served.id))) {
                 entries.entry(served.id.clone()).or_insert_with(|| served.entry.clone());
             }

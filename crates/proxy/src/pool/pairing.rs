@@ -55,7 +55,7 @@ impl Identity {
         if !engines.is_empty() {
             return Self { engines, at_address: true };
         }
-        let named = peer.observed.read().engine_ids.clone();
+        let named = peer.observed.now().engine_ids.clone();
         let engines =
             named.iter().filter_map(|id| registry.registry.engines.get(id)).filter(believed).cloned();
         Self { engines: engines.collect(), at_address: false }

@@ -2,10 +2,10 @@
 
 mod in_flight;
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use arc_swap::{ArcSwap, ArcSwapOption};
 use http::header::{AUTHORIZATION, HeaderMap, HeaderValue};
@@ -13,12 +13,14 @@ use http::uri::{Authority, Scheme, Uri};
 use kv_connector::protocol::params::{Generation, TransferMode};
 use parking_lot::{Mutex, RwLock};
 use serde::Serialize;
-use serde_json::value::RawValue;
 use tokio::time::Instant;
 
 use super::breaker::BreakerSettings;
 use super::health::{Health, HealthView};
 use super::load::{EngineLoad, EngineLoadView};
+pub(crate) use super::observed::ServedModel;
+use super::observed::{Observations, Observed};
+pub use super::observed::{PeerFault, PeerState};
 use super::pairing::Identity;
 pub use super::spec::{Authorization, PeerSpec, PeerSpecError, Role, is_host};
 use super::standing::{Restarts, Standing};
@@ -40,72 +42,6 @@ const MAX_ENGINE_IDS: usize = 256;
 
 /// Most engines that are remembered as met; far more than a fleet has at a time.
 const MAX_MET: usize = 4096;
-
-/// What was learnt about a peer.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Observed {
-    pub(crate) state: PeerState,
-    /// Probes in a row without an answer.
-    pub(crate) silent: u32,
-    pub(crate) generation: Option<Generation>,
-    pub(crate) version: Option<String>,
-    pub(crate) models: Arc<[ServedModel]>,
-    /// How often the ids in it have changed.
-    pub(crate) models_changed: u64,
-    pub(crate) engine_ids: BTreeSet<String>,
-    /// Which side drives the copy, as its last hand-off said.
-    pub(crate) transfer_mode: Option<TransferMode>,
-    /// Tensor-parallel size, as its last hand-off said.
-    pub(crate) tp_size: Option<u32>,
-    pub(crate) last_error: Option<PeerFault>,
-}
-
-/// Whether a peer takes requests.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum PeerState {
-    /// Never answered a probe yet.
-    #[default]
-    Unknown,
-    /// Answered its last probe.
-    Ready,
-    /// Did not answer, or not healthily.
-    Unreachable,
-}
-
-/// A model in a peer's list, with the text of its entry.
-#[derive(Clone, Debug)]
-pub(crate) struct ServedModel {
-    pub(crate) id: String,
-    pub(crate) entry: Box<RawValue>,
-}
-
-impl ServedModel {
-    /// Whether it is an adapter of another model.
-    fn is_adapter(&self) -> bool {
-        #[derive(serde::Deserialize)]
-        struct Entry {
-            parent: Option<String>,
-        }
-        serde_json::from_str::<Entry>(self.entry.get()).is_ok_and(|entry| entry.parent.is_some())
-    }
-}
-
-/// The last thing that went wrong with a peer.
-#[derive(Clone, Debug, Serialize)]
-pub struct PeerFault {
-    /// What went wrong, as a code.
-    pub kind: String,
-    /// When, in seconds of Unix time.
-    pub at: u64,
-}
-
-impl PeerFault {
-    pub(crate) fn now(kind: impl Into<String>) -> Self {
-        let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        Self { kind: kind.into(), at }
-    }
-}
 
 /// One engine of the fleet.
 #[derive(Debug)]
@@ -129,7 +65,7 @@ pub(crate) struct Peer {
     probed: Mutex<Option<Instant>>,
     /// Prefill engines that this decode engine has read from; emptied when it may have restarted.
     met: RwLock<HashSet<String>>,
-    pub(crate) observed: RwLock<Observed>,
+    pub(crate) observed: Observations,
     /// What the registry says of it; made anew when the registry changes.
     pub(crate) identity: ArcSwap<Identity>,
     /// Its side channels as the router reads them.
@@ -191,7 +127,7 @@ impl Peer {
             warmth: Warmth::default(),
             probed: Mutex::default(),
             met: RwLock::default(),
-            observed: RwLock::new(observed),
+            observed: Observations::new(observed),
             identity: ArcSwap::default(),
             channels,
             events,
@@ -205,9 +141,9 @@ impl Peer {
 
     /// Takes over what was seen of the same engines under another description.
     pub(crate) fn learns_from(&self, before: &Self) {
-        let seen = before.observed.read().clone();
+        let seen = before.observed.now();
         let generation = self.spec.generation.or(seen.generation);
-        *self.observed.write() = Observed { generation, ..seen };
+        self.observed.change(|observed| *observed = Observed { generation, ..Observed::clone(&seen) });
         *self.met.write() = before.met.read().clone();
     }
 
@@ -280,7 +216,7 @@ impl Peer {
     }
 
     pub(crate) fn is_ready(&self) -> bool {
-        self.observed.read().state == PeerState::Ready
+        self.observed.now().state == PeerState::Ready
     }
 
     /// Whether it answers and may have new requests.
@@ -290,7 +226,7 @@ impl Peer {
 
     /// The connector generation: the operator's word, else the registry's, else by its version.
     pub(crate) fn generation(&self) -> Option<Generation> {
-        self.spec.generation.or(self.identity.load().generation()).or(self.observed.read().generation)
+        self.spec.generation.or(self.identity.load().generation()).or(self.observed.now().generation)
     }
 
     /// Which side drives the copy: the operator's word, else the registry's, else what its hand-offs told.
@@ -298,7 +234,7 @@ impl Peer {
         self.spec
             .transfer_mode
             .or_else(|| self.identity.load().transfer_mode())
-            .or_else(|| self.observed.read().transfer_mode)
+            .or_else(|| self.observed.now().transfer_mode)
     }
 
     /// Whether prefill engines write its blocks.
@@ -318,7 +254,7 @@ impl Peer {
             return;
         }
         let several = self.spec.dp_size.is_some_and(|size| size > 1) && self.spec.dp_rank.is_none();
-        let others = self.observed.read().engine_ids.iter().any(|id| *id != hand_off.engine_id);
+        let others = self.observed.now().engine_ids.iter().any(|id| *id != hand_off.engine_id);
         let told = (!several && !others).then(|| (hand_off.engine_id.clone(), hand_off.channel.clone()));
         self.channel_told.store(told.map(Arc::new));
     }
@@ -335,20 +271,20 @@ impl Peer {
 
     /// Remembers which side drives the copy, as a hand-off told; whether that is news.
     pub(crate) fn saw_mode(&self, mode: Option<TransferMode>) -> bool {
-        if mode.is_none() || self.observed.read().transfer_mode == mode {
+        if mode.is_none() || self.observed.now().transfer_mode == mode {
             return false;
         }
-        self.observed.write().transfer_mode = mode;
+        self.observed.change(|observed| observed.transfer_mode = mode);
         true
     }
 
     pub(crate) fn serves(&self, model: &str) -> bool {
-        self.observed.read().models.iter().any(|served| served.id == model)
+        self.observed.now().models.iter().any(|served| served.id == model)
     }
 
     /// Whether a model is an adapter of another one there.
     pub(crate) fn is_adapter(&self, model: &str) -> bool {
-        self.observed.read().models.iter().any(|served| served.id == model && served.is_adapter())
+        self.observed.now().models.iter().any(|served| served.id == model && served.is_adapter())
     }
 
     /// Whether its engines may have requests of a model, by the credential with which they registered. Who
@@ -370,14 +306,16 @@ impl Peer {
 
     /// Remembers the engine id that a hand-off of this peer named; whether it is a new one.
     pub(crate) fn saw_engine(&self, engine_id: &str) -> bool {
-        if self.observed.read().engine_ids.contains(engine_id) {
+        if self.observed.now().engine_ids.contains(engine_id) {
             return false;
         }
-        let mut observed = self.observed.write();
-        if observed.engine_ids.len() >= MAX_ENGINE_IDS {
-            observed.engine_ids.clear();
-        }
-        observed.engine_ids.insert(engine_id.to_owned())
+        let (before, _) = self.observed.change(|observed| {
+            if observed.engine_ids.len() >= MAX_ENGINE_IDS {
+                observed.engine_ids.clear();
+            }
+            observed.engine_ids.insert(engine_id.to_owned());
+        });
+        !before.engine_ids.contains(engine_id)
     }
 
     /// Remembers that a hand-off named such an address; whether it is the first one.
@@ -387,10 +325,10 @@ impl Peer {
 
     /// Remembers the tensor-parallel size that a hand-off of this peer told; whether it is another one.
     pub(crate) fn saw_tp_size(&self, tp_size: u32) -> bool {
-        if self.observed.read().tp_size == Some(tp_size) {
+        if self.observed.now().tp_size == Some(tp_size) {
             return false;
         }
-        self.observed.write().tp_size = Some(tp_size);
+        self.observed.change(|observed| observed.tp_size = Some(tp_size));
         true
     }
 
@@ -414,11 +352,13 @@ impl Peer {
     /// its next good probe.
     pub(crate) fn failed(&self, kind: &str, unreachable: bool) {
         self.errors.fetch_add(1, Ordering::Relaxed);
-        let mut observed = self.observed.write();
-        observed.last_error = Some(PeerFault::now(kind));
+        self.observed.change(|observed| {
+            observed.last_error = Some(PeerFault::now(kind));
+            if unreachable {
+                observed.state = PeerState::Unreachable;
+            }
+        });
         if unreachable {
-            observed.state = PeerState::Unreachable;
-            drop(observed);
             self.forget_met();
         }
     }
@@ -436,7 +376,7 @@ impl Peer {
 
     pub(crate) fn view(&self, notifier: &Notifier) -> PeerView {
         let generation = self.generation();
-        let observed = self.observed.read();
+        let observed = self.observed.now();
         let mut engine_ids = self.identity.load().engine_ids();
         engine_ids.extend(observed.engine_ids.iter().cloned());
         let engines = &self.identity.load().engines;

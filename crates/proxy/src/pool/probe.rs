@@ -11,6 +11,7 @@ use kv_connector::protocol::params::Generation;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
+use super::observed::Observed;
 use super::peer::{Peer, PeerFault, PeerState, ServedModel};
 use crate::Core;
 use crate::error::{Broken, Stage, UpstreamFailure};
@@ -95,40 +96,11 @@ async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) -> bool 
     let looked = tokio::time::timeout(settings.timeout, look(peer, upstream, &settings.path)).await;
     let outcome = looked.unwrap_or(Err(Unwell::Silent));
     let unwell = outcome.as_ref().err().map(|unwell| (unwell.to_string(), unwell.is_refusal()));
-    let mut observed = peer.observed.write();
-    let before = observed.state;
-    let shown = (observed.models_changed, observed.generation);
+    let (before, after) = peer.observed.change(|observed| note(outcome, observed, peer, settings));
+    let shows_news = (before.models_changed, before.generation) != (after.models_changed, after.generation);
     // An engine that has never answered yet is starting, and is not spared.
-    let had_served = !observed.models.is_empty();
-    match outcome {
-        Ok(seen) => {
-            observed.state = PeerState::Ready;
-            observed.silent = 0;
-            if !observed.models.iter().map(|model| &model.id).eq(seen.models.iter().map(|model| &model.id)) {
-                observed.models_changed += 1;
-            }
-            observed.models = seen.models;
-            if let Some(version) = seen.version {
-                observed.generation = peer.spec.generation.or_else(|| generation_of(&version));
-                observed.version = Some(version);
-            }
-        }
-        Err(unwell) => {
-            observed.silent += 1;
-            let overlooked = unwell.is_silence() && observed.silent < settings.patience;
-            if before != PeerState::Ready || !overlooked {
-                observed.state = PeerState::Unreachable;
-            }
-            let hint = if peer.ends_in_v1() { " (its url should not end in /v1)" } else { "" };
-            // What an engine says while it starts is no error.
-            if before == PeerState::Ready || unwell.is_refusal() || observed.silent >= settings.patience {
-                observed.last_error = Some(PeerFault::now(format!("{unwell}{hint}")));
-            }
-        }
-    }
-    let (now, in_a_row) = (observed.state, observed.silent);
-    let shows_news = shown != (observed.models_changed, observed.generation);
-    drop(observed);
+    let had_served = !before.models.is_empty();
+    let (before, now, in_a_row) = (before.state, after.state, after.silent);
     if before != now {
         peer.forget_met();
     }
@@ -152,6 +124,37 @@ async fn probe(peer: &Arc<Peer>, upstream: &Upstream, settings: &Probe) -> bool 
         tracing::warn!(peer = %peer.id, role, %url, reason, "an engine is not usable by its probes");
     }
     shows_news
+}
+
+/// Takes in what a probe saw.
+fn note(outcome: Result<Seen, Unwell>, observed: &mut Observed, peer: &Peer, settings: &Probe) {
+    let was_ready = observed.state == PeerState::Ready;
+    match outcome {
+        Ok(seen) => {
+            observed.state = PeerState::Ready;
+            observed.silent = 0;
+            if !observed.models.iter().map(|model| &model.id).eq(seen.models.iter().map(|model| &model.id)) {
+                observed.models_changed += 1;
+            }
+            observed.models = seen.models;
+            if let Some(version) = seen.version {
+                observed.generation = peer.spec.generation.or_else(|| generation_of(&version));
+                observed.version = Some(version);
+            }
+        }
+        Err(unwell) => {
+            observed.silent += 1;
+            let overlooked = unwell.is_silence() && observed.silent < settings.patience;
+            if !was_ready || !overlooked {
+                observed.state = PeerState::Unreachable;
+            }
+            let hint = if peer.ends_in_v1() { " (its url should not end in /v1)" } else { "" };
+            // What an engine says while it starts is no error.
+            if was_ready || unwell.is_refusal() || observed.silent >= settings.patience {
+                observed.last_error = Some(PeerFault::now(format!("{unwell}{hint}")));
+            }
+        }
+    }
 }
 
 struct Seen {

@@ -63,7 +63,7 @@ impl Pool {
         let address = registration.base_url.as_deref().and_then(canonical_base_url);
         self.check_peers(credential, |peer| {
             let is_there = address.is_some() && peer.address == address;
-            is_there || peer.observed.read().engine_ids.contains(&registration.engine_id)
+            is_there || peer.observed.now().engine_ids.contains(&registration.engine_id)
         })
     }
 
@@ -229,7 +229,7 @@ mod tests {
             let peer = pool.all().remove(0);
             let claim = |credential| pool.check_claim(&silent(engine(credential)), &registry).is_ok();
             assert!(claim("b"), "nothing is known of it yet");
-            peer.observed.write().engine_ids.insert("e".into());
+            peer.observed.change(|observed| observed.engine_ids.extend(["e".to_owned()]));
             assert_eq!((claim("a"), claim("b")), (true, false));
             pool.learn(&registry);
             assert_eq!(peer.identity.load().engine_ids().contains("e"), believed, "{owner}");

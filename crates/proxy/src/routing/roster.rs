@@ -39,7 +39,7 @@ impl Roster {
         let mut complete = [true; 2];
         for stage in [Stage::Prefill, Stage::Decode] {
             for peer in snapshot.of(stage) {
-                let models = Arc::clone(&peer.observed.read().models);
+                let models = Arc::clone(&peer.observed.now().models);
                 // What a credential binds an engine to may have another name in its list.
                 complete[stage as usize] &= !models.is_empty() && !peer.is_bound();
                 for model in models.iter() {

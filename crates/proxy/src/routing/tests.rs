@@ -29,10 +29,11 @@ fn fleet(count: usize) -> Pool {
     for role in [Role::Prefill, Role::Decode] {
         for number in 0..count {
             let peer = pool.add(PeerSpec::new(role, format!("http://{role:?}-{number}:1"))).unwrap();
-            let mut observed = peer.observed.write();
-            observed.state = PeerState::Ready;
-            observed.models = [served(if number % 10 == 9 { "rare" } else { "common" })].into();
-            observed.models_changed += 1;
+            peer.observed.change(|observed| {
+                observed.state = PeerState::Ready;
+                observed.models = [served(if number % 10 == 9 { "rare" } else { "common" })].into();
+                observed.models_changed += 1;
+            });
         }
     }
     pool.learn(&Registry::new(RegistryLimits::default()));
@@ -56,7 +57,7 @@ fn choose(pool: &Pool, model: &str, settings: &RoutingSettings, session: Option<
 }
 
 fn lists(peer: &Peer, model: &str) -> bool {
-    peer.observed.read().models.iter().any(|served| served.id == model)
+    peer.observed.now().models.iter().any(|served| served.id == model)
 }
 
 #[tokio::test]
@@ -172,7 +173,7 @@ async fn one_peer_is_chosen_by_its_list_its_health_and_its_turn() {
     assert_eq!(choose(Some("common"), &[], &|peer| peer.id == failed.id).unwrap().id, failed.id);
     // What nobody lists, somebody may have who has not told what it serves.
     assert!(matches!(choose(Some("new"), &[], &|_| true), Err(ProxyError::NoCompatiblePair)));
-    failed.observed.write().models = [].into();
+    failed.observed.change(|observed| observed.models = [].into());
     pool.relearn();
     pool.learn(&Registry::new(RegistryLimits::default()));
     assert_eq!(choose(Some("new"), &[], &|peer| peer.id == failed.id).unwrap().id, failed.id);

@@ -125,7 +125,7 @@ async fn read(core: &Arc<Core>, peer: &Arc<Peer>, due: &Due) -> Result<Outcome, 
         let hand_off = due.named.as_ref().map(|(_, named)| named.shape);
         dialect(Evidence { told: peer.spec.generation, version, hand_off })
     };
-    let probed = peer.observed.read().version.clone();
+    let probed = peer.observed.now().version.clone();
     dialect_of(probed.as_deref())?;
     let mut client = SideChannelClient::connect(&due.address.host, due.address.port).await?;
     // Asked once more with the connection open: it would not outlive an engine of another version.

@@ -50,7 +50,7 @@ struct DescribedEngine<'a> {
 impl Facts {
     pub(crate) fn of(peer: &Peer) -> Self {
         let identity = peer.identity.load_full();
-        let observed = peer.observed.read();
+        let observed = peer.observed.now();
         Self {
             generation: peer.spec.generation.or(identity.generation()).or(observed.generation),
             transfer_mode: peer.spec.transfer_mode.or(identity.transfer_mode()).or(observed.transfer_mode),

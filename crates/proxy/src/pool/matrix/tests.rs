@@ -40,12 +40,11 @@ fn join(pool: &Pool, registry: &Registry, role: Role, number: usize, traits: Tra
     let url = format!("http://{}-{number}:1", if role == Role::Prefill { "p" } else { "d" });
     let peer = pool.add(PeerSpec::new(role, url.clone())).unwrap();
     let model = if model { "a" } else { "b" };
-    {
-        let mut observed = peer.observed.write();
+    peer.observed.change(|observed| {
         observed.state = PeerState::Ready;
         observed.models = [served(model)].into();
         observed.models_changed += 1;
-    }
+    });
     if !registered {
         return;
     }
