@@ -61,5 +61,5 @@ fn main() {
         println!("{}", table::measure(&engines, plan));
         println!("{}", costs::measure(&engines, plan));
     }
-    println!("{}", growth::measure(&engines, plan, asked("--plots").then_some("docs/performance")));
+    growth::measure(&engines, plan, asked("--plots").then_some("docs/performance"));
 }

@@ -6,6 +6,7 @@ use std::process::{Command, Stdio};
 
 use crate::client::{self, Load, Until};
 use crate::engine::Engines;
+use crate::growth::fleet;
 use crate::process::{Router, free, kvbaton};
 
 const BUDGET: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/overhead/budget.txt");
@@ -14,26 +15,46 @@ const BUDGET: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/overhead/budg
 const TOLERANCE: f64 = 1.05;
 const WARM_UP: usize = 100;
 const REQUESTS: usize = 300;
+/// A fleet in which a request must cost hardly more than between two engines.
+const PEERS: usize = 1000;
+
+/// What is counted: a load and the peers that it is spread over.
+struct Case {
+    name: String,
+    load: Load,
+    peers: usize,
+}
+
+fn cases() -> Vec<Case> {
+    let mut cases: Vec<Case> =
+        Load::all().into_iter().map(|load| Case { name: load.name.clone(), load, peers: 2 }).collect();
+    let [load, ..] = Load::all();
+    cases.push(Case { name: format!("{}-of-{PEERS}", load.name), load, peers: PEERS });
+    cases
+}
 
 /// Whether each load stays within its budget; `write` makes what is counted now the budget.
 pub(crate) fn holds(write: bool) -> bool {
     let engines = Engines::start();
-    let counted: Vec<(String, u64)> =
-        Load::all().iter().map(|load| (load.name.clone(), count(&engines, load))).collect();
+    let cases = cases();
+    let counted: Vec<u64> = cases.iter().map(|case| count(&engines, case)).collect();
     if write {
-        let lines: Vec<String> = counted.iter().map(|(name, count)| format!("{name} {count}\n")).collect();
+        let line = |(case, count): (&Case, &u64)| format!("{} {count}\n", case.name);
+        let lines: Vec<String> = cases.iter().zip(&counted).map(line).collect();
         std::fs::write(BUDGET, lines.concat()).unwrap();
     }
     let budget = std::fs::read_to_string(BUDGET).unwrap();
     let mut holds = true;
-    for (load, (name, mut count)) in Load::all().iter().zip(counted) {
-        let allowed = budget.lines().find_map(|line| line.strip_prefix(&name)?.trim().parse::<u64>().ok());
+    for (case, mut count) in cases.iter().zip(counted) {
+        let name = &case.name;
+        let of_case = |line: &str| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse::<u64>().ok();
+        let allowed = budget.lines().find_map(of_case);
         let allowed = allowed.unwrap_or_else(|| panic!("no budget for {name} in {BUDGET}"));
         let part = |count: u64| count as f64 / allowed as f64;
         // How an answer is cut into reads depends on what else the machine does; the least is the request's own.
         for _ in 0..2 {
             if part(count) > TOLERANCE {
-                count = count.min(self::count(&engines, load));
+                count = count.min(self::count(&engines, case));
             }
         }
         let part = part(count);
@@ -47,24 +68,27 @@ pub(crate) fn holds(write: bool) -> bool {
     holds
 }
 
-fn count(engines: &Engines, load: &Load) -> u64 {
-    let folder = std::env::temp_dir().join(format!("kvbaton-budget-{}-{}", std::process::id(), load.name));
+fn count(engines: &Engines, case: &Case) -> u64 {
+    let (load, name) = (&case.load, &case.name);
+    let folder = std::env::temp_dir().join(format!("kvbaton-budget-{}-{}", std::process::id(), name));
     std::fs::create_dir_all(&folder).unwrap();
     let addr = free();
     let mut command = Command::new("valgrind");
     command.args(["--tool=callgrind", "--instr-atstart=no", "--quiet"]);
     command.arg(format!("--callgrind-out-file={}", folder.join("counted").display()));
     command.arg(kvbaton()).args(["--listen", &addr.to_string()]);
-    command.args(["--prefill", &format!("http://127.0.0.1:{}", engines.prefill)]);
-    command.args(["--decode", &format!("http://127.0.0.1:{}", engines.decode)]);
+    command.args(fleet(engines, case.peers));
     command.args(["--set", "log.level=error", "--set", "connections.threads=1"]);
+    // What it does by itself is no request's.
+    command.args(["--set", "probe.interval=10m", "--set", "probe.metrics_interval=0s"]);
+    command.args(["--set", "side_channel.read=off"]);
     let router = Router::run(command, addr);
-    client::run(addr, load, 1, Until::Requests(WARM_UP));
+    client::run(addr, load, 1, Until::Requests(WARM_UP.max(case.peers * 3)));
     control(router.pid(), "-i", Some("on"));
     let sample = client::run(addr, load, 1, Until::Requests(REQUESTS));
     control(router.pid(), "-i", Some("off"));
     control(router.pid(), "-d", None);
-    assert_eq!(sample.good(), REQUESTS, "{}: {} requests failed", load.name, sample.bad);
+    assert_eq!(sample.good(), REQUESTS, "{name}: {} requests failed", sample.bad);
     let total = dumps(&folder).iter().filter_map(|dump| totals(dump)).max().unwrap();
     drop(router);
     std::fs::remove_dir_all(&folder).unwrap();

@@ -1,28 +1,28 @@
 //! How our router's cost grows: with the prompt, the chunks of a stream, the peers, and the streams that are
 //! open at the same time.
 
-use std::fmt::Write as _;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::client::{self, Load};
+use crate::client::{self, Load, Until};
 use crate::engine::Engines;
 use crate::process::{Router, Who};
 use crate::{Plan, plot, table};
 
 const CLIENTS: usize = 32;
+/// Requests per peer before anything is counted.
+const FIRST: usize = 20;
 /// Between the chunks of a slow stream: longer than the measurement.
 const SLOW: Duration = Duration::from_secs(600);
 
-/// Measures all four and draws them into `folder`, if there is one.
-pub(crate) fn measure(engines: &Engines, plan: Plan, folder: Option<&str>) -> String {
-    let mut text = String::new();
-    let mut tell = |name: &str, title: &str, unit: &str, points: &[(f64, f64)]| {
-        let _ = writeln!(text, "| {title} | {unit} |\n|---|---|");
+/// Measures and prints all of them, and draws them into `folder`, if there is one.
+pub(crate) fn measure(engines: &Engines, plan: Plan, folder: Option<&str>) {
+    let tell = |name: &str, title: &str, unit: &str, points: &[(f64, f64)]| {
+        println!("| {title} | {unit} |\n|---|---|");
         for (x, y) in points {
-            let _ = writeln!(text, "| {x:.0} | {y:.1} |");
+            println!("| {x:.0} | {y:.1} |");
         }
-        let _ = writeln!(text);
+        println!();
         if let Some(folder) = folder {
             std::fs::create_dir_all(folder).unwrap();
             let drawn = plot::draw(title, unit, points);
@@ -46,15 +46,19 @@ pub(crate) fn measure(engines: &Engines, plan: Plan, folder: Option<&str>) -> St
     tell("chunks", "Chunks of a stream", "CPU µs per request", &points);
 
     drop(router);
-    let mut points = Vec::new();
+    let (mut points, mut alone) = (Vec::new(), Vec::new());
     for peers in [2, 20, 200, 1000].into_iter().filter(|peers| *peers <= plan.most) {
         let router = Router::kvbaton(&fleet(engines, peers));
-        points.push((
-            peers as f64,
-            table::row(&router, engines, &Load::new("", 96, false), CLIENTS, plan).cpu_us,
-        ));
+        let load = Load::new("", 96, false);
+        // Each peer has its connections before anything is counted.
+        client::run(router.addr, &load, CLIENTS, Until::Requests(peers * FIRST));
+        let own = own_cost(&router, plan.lasts);
+        let row = table::row(&router, engines, &load, CLIENTS, plan);
+        points.push((peers as f64, row.cpu_us - own / row.per_second * 1e6));
+        alone.push((peers as f64, own * 100.0));
     }
-    tell("peers", "Peers", "CPU µs per request", &points);
+    tell("peers", "Peers", "CPU µs per request, without probes", &points);
+    tell("probes", "Peers", "CPU for probes and metrics pages, % of a core", &alone);
 
     let mut points = Vec::new();
     engines.stream(2, SLOW);
@@ -67,11 +71,17 @@ pub(crate) fn measure(engines: &Engines, plan: Plan, folder: Option<&str>) -> St
     }
     engines.stream(16, Duration::ZERO);
     tell("streams", "Streams that are open at once", "KiB resident per stream", &points);
-    text
+}
+
+/// What the router does by itself, in cores.
+fn own_cost(router: &Router, lasts: Duration) -> f64 {
+    let before = router.cpu();
+    std::thread::sleep(lasts);
+    (router.cpu() - before).as_secs_f64() / lasts.as_secs_f64()
 }
 
 /// Half of them prefill engines: addresses of the same two engines.
-fn fleet(engines: &Engines, peers: usize) -> Vec<String> {
+pub(crate) fn fleet(engines: &Engines, peers: usize) -> Vec<String> {
     let half = |flag: &'static str, port: u16| {
         let addresses =
             (0..peers / 2).map(move |at| format!("http://127.0.{}.{}:{port}", at / 250, at % 250 + 1));

@@ -112,11 +112,17 @@ impl Busy {
 const PREFILL: ScopeId = 0;
 const DECODE: ScopeId = 1;
 
+/// Of more engines than this not each request counts how many are open.
+const MANY: usize = 8;
+const RECOUNT: Duration = Duration::from_millis(100);
+
 /// All who run and wait.
 #[derive(Debug)]
 pub(crate) struct Admission {
     queue: Mutex<Queue<oneshot::Sender<()>>>,
     rules: ArcSwap<Rules>,
+    /// How many engines of each stage were open, and when that was counted.
+    counted: [Mutex<Option<(usize, Instant)>>; 2],
     metrics: Arc<Metrics>,
 }
 
@@ -140,7 +146,7 @@ impl Admission {
         let (named, bounds) = Named::default().with(settings);
         let queue = Queue::new(&bounds, settings.waiting, settings.longest_wait, Instant::now());
         let rules = ArcSwap::from_pointee(Rules::new(settings, named));
-        Arc::new(Self { queue: Mutex::new(queue), rules, metrics })
+        Arc::new(Self { queue: Mutex::new(queue), rules, counted: Default::default(), metrics })
     }
 
     /// Takes over other limits: for who comes, and for who waits where there are more places now. Who runs
@@ -166,7 +172,15 @@ impl Admission {
         if limits.per_engine == 0 {
             return;
         }
-        let Some(places) = limits.places(engines()) else { return };
+        let mut counted = self.counted[stage as usize].lock();
+        // Counting takes as long as there are engines; of many one more or less matters little for so long.
+        if counted.is_some_and(|(engines, at)| engines > MANY && at.elapsed() < RECOUNT) {
+            return;
+        }
+        let engines = engines();
+        *counted = Some((engines, Instant::now()));
+        drop(counted);
+        let Some(places) = limits.places(engines) else { return };
         let mut woken = Vec::new();
         self.queue.lock().resize(scope_of(stage), places, &mut woken);
         tell(woken);
@@ -322,11 +336,11 @@ impl Core {
         exchange: &Exchange,
     ) -> Result<(), ProxyError> {
         let admission = &self.admission;
-        if self.pool.ready(Stage::Decode) == 0 {
+        if !self.pool.is_any_ready(Stage::Decode) {
             return Err(ProxyError::NoPeer(Stage::Decode));
         }
         let least = settings.hand_off.min_prompt_bytes;
-        let no_prefill = self.pool.ready(Stage::Prefill) == 0;
+        let no_prefill = !self.pool.is_any_ready(Stage::Prefill);
         let two_legs = request.is_some_and(|request| request.bypass_below(least).is_none());
         if two_legs && no_prefill && settings.hand_off.on_no_prefill == OnMissing::Fail {
             // Waiting would not help it; what it is answered is decided where the leg would run.

@@ -2,6 +2,7 @@
 //! that were sent there. Decides nothing about engines that answer.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -30,7 +31,7 @@ impl Dials {
             return dial;
         }
         all.retain(|_, dial| dial.strong_count() > 0);
-        let dial = Arc::new(Dial { slow: self.slow, attempts: Mutex::default() });
+        let dial = Arc::new(Dial { slow: self.slow, count: AtomicUsize::new(0), attempts: Mutex::default() });
         all.insert(authority.clone(), Arc::downgrade(&dial));
         dial
     }
@@ -55,6 +56,8 @@ struct Attempts {
 #[derive(Debug)]
 pub(crate) struct Dial {
     slow: Duration,
+    /// How many attempts are under way, for who only asks whether any is.
+    count: AtomicUsize,
     attempts: Mutex<Attempts>,
 }
 
@@ -64,12 +67,16 @@ impl Dial {
         let number = attempts.next;
         attempts.next += 1;
         attempts.running.insert(number, Instant::now());
+        self.count.store(attempts.running.len(), Ordering::Relaxed);
         drop(attempts);
         Attempt { dial: self, number }
     }
 
     /// Whether the address swallows attempts, as far as can be told yet.
     pub(crate) fn is_silent(&self, now: Instant) -> bool {
+        if self.count.load(Ordering::Relaxed) == 0 {
+            return false;
+        }
         let attempts = self.attempts.lock();
         attempts.running.first_key_value().is_some_and(|(_, began)| {
             let answered = attempts.connected.is_some_and(|connected| connected >= *began);
@@ -102,7 +109,9 @@ impl Attempt {
 
 impl Drop for Attempt {
     fn drop(&mut self) {
-        self.dial.attempts.lock().running.remove(&self.number);
+        let mut attempts = self.dial.attempts.lock();
+        attempts.running.remove(&self.number);
+        self.dial.count.store(attempts.running.len(), Ordering::Relaxed);
     }
 }
 

@@ -463,6 +463,11 @@ impl Pool {
         self.snapshot.load().of(stage).iter().filter(|peer| peer.is_ready()).cloned().collect()
     }
 
+    /// Whether a peer of a stage takes new requests.
+    pub(crate) fn is_any_ready(&self, stage: Stage) -> bool {
+        self.snapshot.load().of(stage).iter().any(|peer| peer.is_open())
+    }
+
     /// How many peers of a stage take new requests.
     pub(crate) fn ready(&self, stage: Stage) -> usize {
         self.snapshot.load().of(stage).iter().filter(|peer| peer.is_open()).count()

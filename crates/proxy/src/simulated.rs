@@ -152,8 +152,8 @@ impl SimulatedRouter {
     /// Whether any policy goes by what stands in prompts.
     #[must_use]
     pub fn reads_prompts(&self) -> bool {
-        let by_prompt = [Policy::PrefixAffinity, Policy::KvEvents, Policy::ConsistentHash];
-        self.policies().iter().any(|policy| by_prompt.contains(policy))
+        let by_prompt = |policy: &Policy| policy.goes_by_cache() || *policy == Policy::ConsistentHash;
+        self.policies().iter().any(by_prompt)
     }
 
     /// Whether any policy goes by what engines tell of their caches.
@@ -205,8 +205,7 @@ impl SimulatedRouter {
         cached: Option<&[(usize, u64)]>,
     ) -> Option<Routed> {
         let policies = self.policies();
-        let by_prefix = policies.contains(&Policy::PrefixAffinity) || policies.contains(&Policy::KvEvents);
-        let chunks = if by_prefix {
+        let chunks = if policies.iter().any(|policy| policy.goes_by_cache()) {
             self.pool.prefixes.chunks_of(&PromptParts::of_text(&self.model, None, prompt.text))
         } else {
             Chunks::default()

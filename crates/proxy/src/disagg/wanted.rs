@@ -68,7 +68,7 @@ pub(super) fn explained_in<B>(mut response: Response<B>, explained: Option<Heade
 impl Core {
     /// The prompt as it is remembered, where a policy goes by that.
     pub(super) fn chunks_of(&self, order: &Order) -> Chunks {
-        if [Policy::PrefixAffinity, Policy::KvEvents].iter().any(|policy| order.policies.contains(policy)) {
+        if order.policies.iter().any(|policy| policy.goes_by_cache()) {
             self.pool.prefixes.chunks_of(&order.request.prompt_parts())
         } else {
             Chunks::default()
@@ -134,7 +134,7 @@ impl Core {
         let choose = |fits: &dyn Fn(&Peer) -> bool| self.pool.choose_one(Stage::Decode, &wanted, None, fits);
         match choose(&|decode| alone || self.pool.has_partner(decode)) {
             Err(ProxyError::NoCompatiblePair) => {
-                let no_prefill = self.pool.ready(Stage::Prefill) == 0;
+                let no_prefill = !self.pool.is_any_ready(Stage::Prefill);
                 if no_prefill || order.settings.hand_off.on_no_prefill == OnMissing::DecodeOnly {
                     // The first leg finds nobody, and applies the policy for that.
                     return choose(&|_| true);

@@ -34,8 +34,7 @@ impl Health {
 
     /// Whether nothing speaks against sending it one more request.
     pub(crate) fn is_sound(&self, now: Instant) -> bool {
-        self.breaker.lock().gate(now) != Gate::Shut
-            && !self.dial.as_ref().is_some_and(|dial| dial.is_silent(now))
+        self.breaker.lock().gate(now) != Gate::Shut && !self.is_silent(now)
     }
 
     pub(crate) fn enter(&self, forced: bool) -> Option<Ticket> {
@@ -46,10 +45,17 @@ impl Health {
         self.breaker.lock().leave(ticket);
     }
 
-    /// How busy it counts as with so many exchanges in flight: more while its share is growing.
-    pub(crate) fn weigh(&self, in_flight: usize, now: Instant) -> u64 {
-        let share = u64::from(self.breaker.lock().share(now));
-        (in_flight as u64 + 1).saturating_mul(u64::from(WHOLE) * u64::from(WHOLE)) / share
+    /// Whether it is sound, and how busy it counts as with so many exchanges in flight: more while its share is
+    /// growing.
+    pub(crate) fn look(&self, in_flight: usize, now: Instant) -> (bool, u64) {
+        let breaker = self.breaker.lock();
+        let (passes, share) = (breaker.gate(now) != Gate::Shut, breaker.share(now));
+        drop(breaker);
+        (passes && !self.is_silent(now), weight(in_flight, share))
+    }
+
+    fn is_silent(&self, now: Instant) -> bool {
+        self.dial.as_ref().is_some_and(|dial| dial.is_silent(now))
     }
 
     /// The part of its share that it gets.
@@ -101,6 +107,11 @@ impl Peer {
             }
         }
     }
+}
+
+/// How busy a peer counts as that gets such a share of requests.
+fn weight(in_flight: usize, share: u32) -> u64 {
+    (in_flight as u64 + 1).saturating_mul(u64::from(WHOLE) * u64::from(WHOLE)) / u64::from(share)
 }
 
 /// A decode engine has read a prefill engine's blocks: only now the prefill engine's part has gone well.

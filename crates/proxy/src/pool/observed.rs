@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use arc_swap::{ArcSwap, Guard};
@@ -35,18 +36,25 @@ pub(crate) struct Observed {
 #[derive(Debug)]
 pub(crate) struct Observations {
     latest: ArcSwap<Observed>,
+    /// Whether the state in it is `Ready`: every choice asks that of several peers.
+    ready: AtomicBool,
     /// Held by who makes the next one.
     change: Mutex<()>,
 }
 
 impl Observations {
     pub(crate) fn new(observed: Observed) -> Self {
-        Self { latest: ArcSwap::from_pointee(observed), change: Mutex::default() }
+        let ready = AtomicBool::new(observed.state == PeerState::Ready);
+        Self { latest: ArcSwap::from_pointee(observed), ready, change: Mutex::default() }
     }
 
     /// As it is now; what changes afterwards does not show in it.
     pub(crate) fn now(&self) -> Guard<Arc<Observed>> {
         self.latest.load()
+    }
+
+    pub(crate) fn is_ready(&self) -> bool {
+        self.ready.load(Ordering::Acquire)
     }
 
     /// Makes the next one, after every change before this; the one before and the one made. The
@@ -58,6 +66,7 @@ impl Observations {
         change(&mut next);
         let next = Arc::new(next);
         self.latest.store(Arc::clone(&next));
+        self.ready.store(next.state == PeerState::Ready, Ordering::Release);
         (before, next)
     }
 }

@@ -216,7 +216,7 @@ impl Peer {
     }
 
     pub(crate) fn is_ready(&self) -> bool {
-        self.observed.now().state == PeerState::Ready
+        self.observed.is_ready()
     }
 
     /// Whether it answers and may have new requests.
@@ -290,9 +290,11 @@ impl Peer {
     /// Whether its engines may have requests of a model, by the credential with which they registered. Who
     /// came by registration serves nothing else; a peer that the settings or an operator named is their word.
     pub(crate) fn may_have(&self, model: Option<&str>) -> bool {
+        if !self.standing.is_adopted() {
+            return true;
+        }
         let identity = self.identity.load();
-        let allow = || identity.engines.iter().all(|engine| engine.bound.covers(model));
-        !self.standing.is_adopted() || (!identity.engines.is_empty() && allow())
+        !identity.engines.is_empty() && identity.engines.iter().all(|engine| engine.bound.covers(model))
     }
 
     /// Whether its engines may have requests of some models only.

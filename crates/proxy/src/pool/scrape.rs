@@ -22,7 +22,7 @@ pub(crate) fn watch(core: Arc<Core>) {
         loop {
             let interval = core.settings().probe.metrics_interval;
             if interval.is_zero() {
-                core.pool.all().iter().for_each(|peer| peer.load.store(None));
+                forget_all(&core);
             } else {
                 read_all(&core, interval);
             }
@@ -33,6 +33,13 @@ pub(crate) fn watch(core: Arc<Core>) {
             }
         }
     });
+}
+
+/// What engines said of their load when their pages were still read counts no more.
+fn forget_all(core: &Core) {
+    for peer in core.pool.all().iter().filter(|peer| peer.load.load().is_some()) {
+        peer.load.store(None);
+    }
 }
 
 /// Reads the pages of all peers that answer, one after the other begun within half the interval.

@@ -14,7 +14,7 @@ use crate::pool::peer::Peer;
 use crate::request::Endpoint;
 
 /// How many of many peers are drawn.
-const DRAWN: usize = 4;
+const DRAWN: usize = 2;
 
 /// How often it is drawn at most: some of those that are drawn are not open.
 const DRAWS: usize = 4 * DRAWN;
@@ -179,8 +179,14 @@ impl Pool {
                 break;
             }
         }
+        // Who may have it at all shows where a peer takes its seat.
+        let keyed = |key| {
+            let peer = roster.peer(stage, key)?;
+            let is_asked = asked.share.is_none_or(|share| share.iter().any(|other| Arc::ptr_eq(other, peer)));
+            is_asked.then_some(peer)
+        };
         for (key, _) in wanted.seen.peers() {
-            if let Some(peer) = from.iter().find(|peer| peer.routing.key == key) {
+            if let Some(peer) = keyed(key) {
                 add(peer, &mut seats);
             }
         }
@@ -188,7 +194,7 @@ impl Pool {
             // Whoever cannot have the request gives way to the next on the ring, the same for each request.
             let wanted_seats = seats.len() + 2;
             for key in roster.ring(stage).walk(key).take(64) {
-                if let Some(peer) = from.iter().find(|peer| peer.routing.key == key) {
+                if let Some(peer) = keyed(key) {
                     add(peer, &mut seats);
                 }
                 if seats.len() >= wanted_seats {
@@ -230,10 +236,6 @@ fn seat<'a>(stage: Stage, peer: &'a Arc<Peer>, asked: &Asked<'_>, now: Instant) 
     if asked.must_list && !serves {
         return None;
     }
-    Some(Seat {
-        peer,
-        sound: peer.health.is_sound(now),
-        serves,
-        load: peer.health.weigh(peer.in_flight(), now),
-    })
+    let (sound, load) = peer.health.look(peer.in_flight(), now);
+    Some(Seat { peer, sound, serves, load })
 }

@@ -4,6 +4,9 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
 
+use foldhash::fast::RandomState;
+
+use super::PeerKey;
 use super::ring::Ring;
 use crate::error::Stage;
 use crate::models::{Candidate, PdRatio, divide};
@@ -29,6 +32,8 @@ pub(crate) struct Roster {
     /// Whether each peer of a stage has shown all that it may serve.
     complete: [bool; 2],
     shares: Shares,
+    /// Where each peer of a stage is in its list.
+    places: Arc<[HashMap<PeerKey, usize, RandomState>; 2]>,
     rings: [OnceLock<Ring>; 2],
 }
 
@@ -62,6 +67,9 @@ impl Roster {
             listed,
             complete,
             shares: Shares::default(),
+            places: Arc::new([Stage::Prefill, Stage::Decode].map(|stage| {
+                snapshot.of(stage).iter().enumerate().map(|(at, peer)| (peer.routing.key, at)).collect()
+            })),
             rings: Default::default(),
         };
         roster.shares = roster.shared_out(ratios);
@@ -76,6 +84,7 @@ impl Roster {
             listed: self.listed.clone(),
             complete: self.complete,
             shares,
+            places: Arc::clone(&self.places),
             rings: self.rings.clone(),
         }
     }
@@ -83,6 +92,12 @@ impl Roster {
     /// The peers that list a model and may have it, ready or not.
     pub(crate) fn serving(&self, stage: Stage, model: &str) -> &[Arc<Peer>] {
         self.by_model.get(model).map_or(&[], |lists| &lists[stage as usize])
+    }
+
+    /// The peer of a stage that has a key.
+    pub(crate) fn peer(&self, stage: Stage, key: PeerKey) -> Option<&Arc<Peer>> {
+        let at = self.places[stage as usize].get(&key)?;
+        self.snapshot.of(stage).get(*at)
     }
 
     /// Whether no peer can have the model that its list does not name: one of its stage does, or all have shown

@@ -11,7 +11,8 @@ use super::score::Weights;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Policy {
-    /// With its partner, by the expected cost of both; whoever has least to do where nothing else is known.
+    /// With its partner, by the expected cost of both, for which counts who has probably cached the prompt's
+    /// beginning; whoever has least to do where nothing else is known.
     #[default]
     Joint,
     /// One after the other.
@@ -33,6 +34,12 @@ pub enum Policy {
 }
 
 impl Policy {
+    /// Whether it goes by who has probably cached a prompt's beginning.
+    #[must_use]
+    pub const fn goes_by_cache(self) -> bool {
+        matches!(self, Self::Joint | Self::PrefixAffinity | Self::KvEvents)
+    }
+
     /// Its name in settings and headers.
     #[must_use]
     pub const fn label(self) -> &'static str {
