@@ -151,6 +151,9 @@ fn is_whole(answer: &[u8]) -> bool {
     }
 }
 
+/// Streams that are opened at once: fewer than the engines' sockets queue.
+const WAVE: usize = 100;
+
 /// Streams that are open at the same time.
 pub(crate) struct Open {
     _streams: Vec<TcpStream>,
@@ -162,15 +165,19 @@ pub(crate) fn open(addr: SocketAddr, load: &Load, count: usize) -> Open {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let streams = runtime.block_on(async {
         let mut streams = Vec::with_capacity(count);
-        for _ in 0..count {
-            let mut stream = TcpStream::connect(addr).await.unwrap();
-            stream.write_all(&load.request).await.unwrap();
-            streams.push(stream);
-        }
-        for stream in &mut streams {
-            let mut begun = Vec::new();
-            while find(&begun, b"data: ").is_none() {
-                assert_ne!(stream.read_buf(&mut begun).await.unwrap(), 0, "a stream ended");
+        // In waves, for which an engine's queue of connections has room.
+        for wave in (0..count).step_by(WAVE) {
+            for _ in wave..count.min(wave + WAVE) {
+                let mut stream = TcpStream::connect(addr).await.unwrap();
+                stream.write_all(&load.request).await.unwrap();
+                streams.push(stream);
+            }
+            for stream in &mut streams[wave..] {
+                let mut begun = Vec::new();
+                while find(&begun, b"data: ").is_none() {
+                    let read = stream.read_buf(&mut begun).await.unwrap();
+                    assert_ne!(read, 0, "a stream ended: {:?}", String::from_utf8_lossy(&begun));
+                }
             }
         }
         streams

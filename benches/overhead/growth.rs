@@ -18,16 +18,7 @@ const SLOW: Duration = Duration::from_secs(600);
 /// Measures and prints all of them, and draws them into `folder`, if there is one.
 pub(crate) fn measure(engines: &Engines, plan: Plan, folder: Option<&str>) {
     let tell = |name: &str, title: &str, unit: &str, points: &[(f64, f64)]| {
-        println!("| {title} | {unit} |\n|---|---|");
-        for (x, y) in points {
-            println!("| {x:.0} | {y:.1} |");
-        }
-        println!();
-        if let Some(folder) = folder {
-            std::fs::create_dir_all(folder).unwrap();
-            let drawn = plot::draw(title, unit, points);
-            std::fs::write(Path::new(folder).join(format!("{name}.svg")), drawn).unwrap();
-        }
+        tell(name, title, unit, points, folder);
     };
     let router = Router::start(Who::Kvbaton, engines);
     let cpu = |load: &Load| table::row(&router, engines, load, CLIENTS, plan).cpu_us;
@@ -60,6 +51,25 @@ pub(crate) fn measure(engines: &Engines, plan: Plan, folder: Option<&str>) {
     tell("peers", "Peers", "CPU µs per request, without probes", &points);
     tell("probes", "Peers", "CPU for probes and metrics pages, % of a core", &alone);
 
+    streams(engines, plan, folder);
+}
+
+/// Prints one table, and draws it if there is a folder.
+fn tell(name: &str, title: &str, unit: &str, points: &[(f64, f64)], folder: Option<&str>) {
+    println!("| {title} | {unit} |\n|---|---|");
+    for (x, y) in points {
+        println!("| {x:.0} | {y:.1} |");
+    }
+    println!();
+    if let Some(folder) = folder {
+        std::fs::create_dir_all(folder).unwrap();
+        let drawn = plot::draw(title, unit, points);
+        std::fs::write(Path::new(folder).join(format!("{name}.svg")), drawn).unwrap();
+    }
+}
+
+/// The last of them alone: what streams cost that are open at the same time and silent.
+pub(crate) fn streams(engines: &Engines, plan: Plan, folder: Option<&str>) {
     let mut points = Vec::new();
     engines.stream(2, SLOW);
     for streams in [100, 1000, 5000].into_iter().filter(|streams| *streams <= plan.most) {
@@ -70,7 +80,7 @@ pub(crate) fn measure(engines: &Engines, plan: Plan, folder: Option<&str>) {
         points.push((streams as f64, each / 1024.0));
     }
     engines.stream(16, Duration::ZERO);
-    tell("streams", "Streams that are open at once", "KiB resident per stream", &points);
+    tell("streams", "Streams that are open at once", "KiB resident per stream", &points, folder);
 }
 
 /// What the router does by itself, in cores.

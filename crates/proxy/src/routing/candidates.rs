@@ -14,7 +14,7 @@ use crate::pool::peer::Peer;
 use crate::request::Endpoint;
 
 /// How many of many peers are drawn.
-const DRAWN: usize = 2;
+const DRAWN: usize = 1;
 
 /// How often it is drawn at most: some of those that are drawn are not open.
 const DRAWS: usize = 4 * DRAWN;
