@@ -43,7 +43,7 @@ async fn prefill_dies_while_it_is_read(generation: &str) {
     let asked = join_all(lost.iter().map(|body| fleet.post(COMPLETIONS, body)));
     let (answers, ()) = join(asked, async {
         decode.arrived(seen + AT_ONCE).await;
-        victim.program.signal("STOP");
+        victim.stop();
         decode.let_in().await;
         decode.wait_for("all wait for P", |stats| stats["waiting_for_remote_kv"] == AT_ONCE).await;
         victim.kill();

@@ -42,6 +42,22 @@ impl Node {
         sample(&get(&self.url, "/metrics").await.text(), name, &[])
     }
 
+    /// Stops all its threads, and waits until they have.
+    pub(super) fn stop(&self) {
+        self.program.signal("STOP");
+        let tasks = format!("/proc/{}/task", self.program.child.id());
+        let stopped = |task: std::io::Result<std::fs::DirEntry>| {
+            // One that has ended meanwhile does nothing either.
+            let Ok(status) = std::fs::read_to_string(task.unwrap().path().join("status")) else {
+                return true;
+            };
+            status.lines().any(|line| line.starts_with("State:\tT"))
+        };
+        while !std::fs::read_dir(&tasks).unwrap().all(stopped) {
+            std::thread::yield_now();
+        }
+    }
+
     /// Polls the engine's statistics until they are as they should be.
     pub(super) async fn wait_for(&self, what: &str, holds: impl Fn(&Value) -> bool) {
         let end = Instant::now() + PATIENCE;
