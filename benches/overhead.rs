@@ -2,7 +2,7 @@
 //! whichever other routers are installed, between the same mock engines.
 //!
 //! `cargo bench --bench overhead` prints the tables of `docs/performance.md` and draws its plots;
-//! `-- --growth` is the second half alone; `-- --seconds 2` has each measurement last so long; `-- --smoke` is
+//! `-- --growth` is the second half alone, `-- --streams` its last part, the memory of open streams; `-- --seconds 2` has each measurement last so long; `-- --smoke` is
 //! over in seconds and its figures mean nothing; `-- --instructions` counts a request's instructions under
 //! valgrind and holds them against `benches/overhead/budget.txt`.
 
@@ -57,6 +57,10 @@ fn main() {
         plan.lasts = Duration::from_secs(seconds);
     }
     let engines = engine::Engines::start();
+    if asked("--streams") {
+        print!("{}", growth::streams(&engines, plan));
+        return;
+    }
     if !asked("--growth") {
         println!("{}", table::measure(&engines, plan));
         println!("{}", costs::measure(&engines, plan));

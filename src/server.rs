@@ -1,11 +1,18 @@
 //! The HTTP listeners: accept within bounds, shake hands, serve each connection as a tracked task, and
 //! end in order.
 
+mod date;
+mod reread;
+mod streaming;
+
 use std::collections::HashMap;
+use std::future::poll_fn;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::Poll;
 use std::time::Duration;
 
 use axum::body::Body;
@@ -13,12 +20,14 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use kvbaton_routes::{CertificateNames, Surface};
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio_util::task::TaskTracker;
 
+use self::reread::Reread;
+use self::streaming::{HandedOver, Passing};
 use crate::config::Connections;
 use crate::tls::{self, ServerTls};
 use crate::workers::Workers;
@@ -184,20 +193,26 @@ fn start(
 }
 
 /// Serves one connection until it ends; when the program leaves, until it has answered.
-async fn connection(
-    stream: TcpStream,
-    client: SocketAddr,
-    place: Place,
-    mut stopping: watch::Receiver<bool>,
-) {
-    let shared = Arc::clone(&place.shared);
+async fn connection(stream: TcpStream, client: SocketAddr, place: Place, stopping: watch::Receiver<bool>) {
+    let shared = &*place.shared;
     // Without it a token waits for the client's delayed acknowledgement of the one before.
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "no TCP_NODELAY");
     }
-    let Some(tls) = &shared.tls else {
-        return answer(stream, &shared, client, None, stopping).await;
-    };
+    match &shared.tls {
+        // The future is large, and a plain connection has no need of its room.
+        Some(tls) => Box::pin(shake_hands(stream, tls, shared, client, stopping)).await,
+        None => answer(stream, shared, client, None, stopping).await,
+    }
+}
+
+async fn shake_hands(
+    stream: TcpStream,
+    tls: &ServerTls,
+    shared: &Shared,
+    client: SocketAddr,
+    mut stopping: watch::Receiver<bool>,
+) {
     let shaking = tokio::time::timeout(shared.bounds.handshake, tls.accept(stream));
     let shaken = tokio::select! {
         shaken = shaking => shaken,
@@ -206,7 +221,7 @@ async fn connection(
     match shaken {
         Ok(Ok(stream)) => {
             let names = tls::names(&stream);
-            answer(stream, &shared, client, names, stopping).await;
+            answer(Box::new(stream), shared, client, names, stopping).await;
         }
         Ok(Err(error)) => tracing::debug!(%error, "a client's TLS handshake failed"),
         Err(_) => tracing::debug!("a client's TLS handshake took too long"),
@@ -221,39 +236,83 @@ async fn answer(
     names: Option<CertificateNames>,
     mut stopping: watch::Receiver<bool>,
 ) {
-    let asked = AtomicBool::new(false);
+    let (asked, handed_over) = (AtomicBool::new(false), HandedOver::default());
     let service = service_fn(|request: http::Request<hyper::body::Incoming>| {
         asked.store(true, Ordering::Relaxed);
-        shared.surface.answer(request.map(Body::new), client, names.clone())
+        let is_plain = streaming::is_plain(&request);
+        let answer = shared.surface.answer(request.map(Body::new), client, names.clone());
+        handed_over.or_answer(is_plain, answer)
     });
     let mut builder = http1::Builder::new();
     builder.timer(TokioTimer::new()).header_read_timeout(shared.bounds.head).half_close(shared.half_close);
-    let serving = builder.serve_connection(TokioIo::new(stream), service);
-    tokio::pin!(serving);
-    let ended = tokio::select! {
-        ended = serving.as_mut() => Some(ended),
-        _ = stopping.changed() => None,
-    };
-    let ended = match ended {
-        Some(ended) => ended,
-        None => {
-            serving.as_mut().graceful_shutdown();
-            let unasked = async {
-                tokio::time::sleep(LAST_CALL).await;
-                if asked.load(Ordering::Relaxed) {
-                    std::future::pending::<()>().await;
+    let mut stream = Reread::new(stream);
+    let mut leaves = false;
+    loop {
+        // Boxed: a stream that is written without it need not keep its room.
+        let mut serving = Box::new(builder.serve_connection(TokioIo::new(stream), &service));
+        let turn = tokio::select! {
+            turn = next_turn(&mut *serving, &handed_over) => Some(turn),
+            _ = stopping.changed() => None,
+        };
+        let turn = match turn {
+            Some(turn) => turn,
+            None => {
+                leaves = true;
+                Pin::new(&mut *serving).graceful_shutdown();
+                let unasked = async {
+                    tokio::time::sleep(LAST_CALL).await;
+                    if asked.load(Ordering::Relaxed) {
+                        std::future::pending::<()>().await;
+                    }
+                };
+                // A connection that never brought a request would be waited for until its deadline.
+                tokio::select! {
+                    turn = next_turn(&mut *serving, &handed_over) => turn,
+                    () = unasked => Turn::Ended(Ok(())),
                 }
-            };
-            // A connection that never brought a request would be waited for until its deadline.
-            tokio::select! {
-                ended = serving.as_mut() => ended,
-                () = unasked => Ok(()),
             }
+        };
+        let response = match turn {
+            Turn::Streams(response) => response,
+            Turn::Ended(Ok(())) => return,
+            Turn::Ended(Err(error)) => {
+                tracing::debug!(%error, "a client's connection ended early");
+                return;
+            }
+        };
+        let parts = serving.into_parts();
+        stream = parts.io.into_inner().with_early(&parts.read_buf);
+        drop(parts.read_buf);
+        if let Err(error) = Passing::new(&mut stream, *response, leaves, !shared.half_close).await {
+            tracing::debug!(%error, "a client's connection ended early");
+            return;
         }
-    };
-    if let Err(error) = ended {
-        tracing::debug!(%error, "a client's connection ended early");
+        if leaves || stopping.has_changed().unwrap_or(true) {
+            let _ = stream.shutdown().await;
+            return;
+        }
     }
+}
+
+/// What a connection that hyper serves comes to.
+enum Turn {
+    Ended(hyper::Result<()>),
+    /// An answer that is written without it.
+    Streams(Box<http::Response<Body>>),
+}
+
+async fn next_turn(
+    serving: &mut (impl Future<Output = hyper::Result<()>> + Unpin),
+    handed_over: &HandedOver,
+) -> Turn {
+    poll_fn(|context| match Pin::new(&mut *serving).poll(context) {
+        Poll::Ready(ended) => Poll::Ready(Turn::Ended(ended)),
+        // It was put there within this call, or not at all.
+        Poll::Pending => {
+            handed_over.take().map_or(Poll::Pending, |response| Poll::Ready(Turn::Streams(response)))
+        }
+    })
+    .await
 }
 
 /// Faults of the one connection that was being accepted, not of the listener.

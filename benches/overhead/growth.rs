@@ -56,6 +56,13 @@ pub(crate) fn measure(engines: &Engines, plan: Plan, folder: Option<&str>) -> St
     }
     tell("peers", "Peers", "CPU µs per request", &points);
 
+    let points = open_streams(engines, plan);
+    tell("streams", "Streams that are open at once", "KiB resident per stream", &points);
+    text
+}
+
+/// What streams cost that are open at the same time and silent: their number and KiB for each.
+fn open_streams(engines: &Engines, plan: Plan) -> Vec<(f64, f64)> {
     let mut points = Vec::new();
     engines.stream(2, SLOW);
     for streams in [100, 1000, 5000].into_iter().filter(|streams| *streams <= plan.most) {
@@ -66,7 +73,15 @@ pub(crate) fn measure(engines: &Engines, plan: Plan, folder: Option<&str>) -> St
         points.push((streams as f64, each / 1024.0));
     }
     engines.stream(16, Duration::ZERO);
-    tell("streams", "Streams that are open at once", "KiB resident per stream", &points);
+    points
+}
+
+/// The last of the four alone.
+pub(crate) fn streams(engines: &Engines, plan: Plan) -> String {
+    let mut text = String::from("| Streams that are open at once | KiB resident per stream |\n|---|---|\n");
+    for (streams, each) in open_streams(engines, plan) {
+        let _ = writeln!(text, "| {streams:.0} | {each:.1} |");
+    }
     text
 }
 
