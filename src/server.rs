@@ -1,7 +1,7 @@
 //! The HTTP listeners: accept within bounds, shake hands, serve each connection as a tracked task, and
 //! end in order.
 
-mod date;
+mod lending;
 mod reread;
 mod streaming;
 
@@ -12,7 +12,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::Poll;
+use std::task::{Poll, ready};
 use std::time::Duration;
 
 use axum::body::Body;
@@ -24,10 +24,12 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
+use tokio::time::Sleep;
 use tokio_util::task::TaskTracker;
 
+use self::lending::{Answering, Lender};
 use self::reread::Reread;
-use self::streaming::{HandedOver, Passing};
+use self::streaming::Passing;
 use crate::config::Connections;
 use crate::tls::{self, ServerTls};
 use crate::workers::Workers;
@@ -37,6 +39,10 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long a connection that never brought a request may still bring one when the program leaves.
 const LAST_CALL: Duration = Duration::from_millis(100);
+
+/// A stream that lasts for longer goes on without hyper. To begin a connection of hyper's anew costs less than a
+/// token, but it reads its next request in small pieces, which short streams are to be spared.
+const LASTS: Duration = Duration::from_millis(100);
 
 /// A running listener.
 #[derive(Debug)]
@@ -236,22 +242,21 @@ async fn answer(
     names: Option<CertificateNames>,
     mut stopping: watch::Receiver<bool>,
 ) {
-    let (asked, handed_over) = (AtomicBool::new(false), HandedOver::default());
+    let (asked, lender) = (AtomicBool::new(false), Lender::default());
     let service = service_fn(|request: http::Request<hyper::body::Incoming>| {
         asked.store(true, Ordering::Relaxed);
-        let is_plain = streaming::is_plain(&request);
-        let answer = shared.surface.answer(request.map(Body::new), client, names.clone());
-        handed_over.or_answer(is_plain, answer)
+        let lender = lending::is_plain(&request).then(|| lender.clone());
+        Answering { answer: shared.surface.answer(request.map(Body::new), client, names.clone()), lender }
     });
     let mut builder = http1::Builder::new();
     builder.timer(TokioTimer::new()).header_read_timeout(shared.bounds.head).half_close(shared.half_close);
-    let mut stream = Reread::new(stream);
+    let mut stream = Reread::new(stream, lender.clone());
     let mut leaves = false;
     loop {
-        // Boxed: a stream that is written without it need not keep its room.
+        // Boxed: a stream that goes on without it need not keep its room.
         let mut serving = Box::new(builder.serve_connection(TokioIo::new(stream), &service));
         let turn = tokio::select! {
-            turn = next_turn(&mut *serving, &handed_over) => Some(turn),
+            turn = next_turn(&mut *serving, &lender) => Some(turn),
             _ = stopping.changed() => None,
         };
         let turn = match turn {
@@ -267,13 +272,13 @@ async fn answer(
                 };
                 // A connection that never brought a request would be waited for until its deadline.
                 tokio::select! {
-                    turn = next_turn(&mut *serving, &handed_over) => turn,
+                    turn = next_turn(&mut *serving, &lender) => turn,
                     () = unasked => Turn::Ended(Ok(())),
                 }
             }
         };
-        let response = match turn {
-            Turn::Streams(response) => response,
+        let body = match turn {
+            Turn::Lasts(body) => body,
             Turn::Ended(Ok(())) => return,
             Turn::Ended(Err(error)) => {
                 tracing::debug!(%error, "a client's connection ended early");
@@ -283,7 +288,7 @@ async fn answer(
         let parts = serving.into_parts();
         stream = parts.io.into_inner().with_early(&parts.read_buf);
         drop(parts.read_buf);
-        if let Err(error) = Passing::new(&mut stream, *response, leaves, !shared.half_close).await {
+        if let Err(error) = Passing::new(&mut stream, body, !shared.half_close).await {
             tracing::debug!(%error, "a client's connection ended early");
             return;
         }
@@ -297,20 +302,25 @@ async fn answer(
 /// What a connection that hyper serves comes to.
 enum Turn {
     Ended(hyper::Result<()>),
-    /// An answer that is written without it.
-    Streams(Box<http::Response<Body>>),
+    /// A stream goes on for so long that hyper is not to hold its buffers for it.
+    Lasts(Body),
 }
 
-async fn next_turn(
-    serving: &mut (impl Future<Output = hyper::Result<()>> + Unpin),
-    handed_over: &HandedOver,
-) -> Turn {
-    poll_fn(|context| match Pin::new(&mut *serving).poll(context) {
-        Poll::Ready(ended) => Poll::Ready(Turn::Ended(ended)),
-        // It was put there within this call, or not at all.
-        Poll::Pending => {
-            handed_over.take().map_or(Poll::Pending, |response| Poll::Ready(Turn::Streams(response)))
+async fn next_turn(serving: &mut (impl Future<Output = hyper::Result<()>> + Unpin), lender: &Lender) -> Turn {
+    let mut begun: Option<Pin<Box<Sleep>>> = None;
+    poll_fn(|context| {
+        if let Poll::Ready(ended) = Pin::new(&mut *serving).poll(context) {
+            return Poll::Ready(Turn::Ended(ended));
         }
+        if !lender.lends() {
+            begun = None;
+            return Poll::Pending;
+        }
+        let begun = begun.get_or_insert_with(|| Box::pin(tokio::time::sleep(LASTS)));
+        if !begun.is_elapsed() {
+            ready!(begun.as_mut().poll(context));
+        }
+        lender.take_back().map_or(Poll::Pending, |body| Poll::Ready(Turn::Lasts(body)))
     })
     .await
 }

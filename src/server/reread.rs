@@ -8,18 +8,21 @@ use std::task::{Context, Poll, ready};
 use bytes::{Buf as _, Bytes};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
+use super::lending::Lender;
+
 /// Most bytes of a later request that are taken while an answer is on its way.
 const AHEAD: usize = 512;
 
-/// A stream and what was read of it before.
+/// A stream and what was read of it before. Says when all is written that there was to write.
 pub(super) struct Reread<S> {
     stream: S,
     early: Bytes,
+    lender: Lender,
 }
 
 impl<S> Reread<S> {
-    pub(super) const fn new(stream: S) -> Self {
-        Self { stream, early: Bytes::new() }
+    pub(super) const fn new(stream: S, lender: Lender) -> Self {
+        Self { stream, early: Bytes::new(), lender }
     }
 
     /// With bytes that were read of it and come before what it still has.
@@ -76,7 +79,9 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Reread<S> {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(context)
+        ready!(Pin::new(&mut self.stream).poll_flush(context))?;
+        self.lender.flushed();
+        Poll::Ready(Ok(()))
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {

@@ -1,22 +1,15 @@
-//! Event streams on their way to a client. While a connection of hyper's lives it holds two buffers of 8 KiB, and
-//! of thousands of streams nearly all wait for their next token at any time: so hyper reads the request, hands the
-//! answer over with the socket, and gets that back when the stream is whole. One that waits holds no buffer.
+//! Event streams that last. A connection of hyper's holds two buffers of 8 KiB or more until its answer is whole,
+//! and of thousands of streams nearly all wait for their next token at any time. So what is left of a stream after
+//! its beginning is written here, into the socket that hyper gets back at its end. One that waits holds no buffer.
 
 use std::cell::Cell;
-use std::convert::Infallible;
-use std::future::pending;
 use std::io::{self, Write as _};
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use axum::body::{Body, HttpBody as _};
-use http::header::{CONNECTION, CONTENT_LENGTH, DATE, TRANSFER_ENCODING};
-use http::{Request, Response, StatusCode, Version, response};
-use kvbaton_routes::Streamed;
-use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite};
 
-use super::date;
 use super::reread::Reread;
 
 /// Bytes after which what has been gathered is written, though there may be more.
@@ -27,51 +20,10 @@ thread_local! {
     static GATHERED: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
 }
 
-/// Whether nothing of a request says what shall become of its connection.
-pub(super) fn is_plain<B>(request: &Request<B>) -> bool {
-    request.version() == Version::HTTP_11 && !request.headers().contains_key(CONNECTION)
-}
-
-/// Whether all that is left to do for an answer is to write it in chunks, and its request was read whole.
-fn is_plain_stream(response: &Response<Body>) -> bool {
-    let headers = response.headers();
-    response.status() == StatusCode::OK
-        && response.extensions().get::<Streamed>().is_some()
-        && ![CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING].iter().any(|name| headers.contains_key(name))
-}
-
-/// Where a connection finds an answer that it goes on with itself.
-#[derive(Default)]
-pub(super) struct HandedOver(Mutex<Option<Box<Response<Body>>>>);
-
-impl HandedOver {
-    /// Waits for an answer. One that is handed over is never given to who waits here.
-    pub(super) async fn or_answer(
-        &self,
-        is_plain: bool,
-        answer: impl Future<Output = Result<Response<Body>, Infallible>>,
-    ) -> Result<Response<Body>, Infallible> {
-        let response = answer.await?;
-        if !is_plain || !is_plain_stream(&response) {
-            return Ok(response);
-        }
-        *self.0.lock() = Some(Box::new(response));
-        pending().await
-    }
-
-    pub(super) fn take(&self) -> Option<Box<Response<Body>>> {
-        self.0.lock().take()
-    }
-}
-
-/// One stream until it is whole; an error if it does not come to that.
+/// A stream whose head is written, until it is whole; an error if it does not come to that.
 pub(super) struct Passing<'a, S> {
     stream: &'a mut Reread<S>,
-    /// Until it is written.
-    head: Option<Box<response::Parts>>,
     body: Body,
-    /// Whether the connection ends with the answer.
-    closes: bool,
     /// Whether a client that sends no more is taken for one that has left.
     watches: bool,
     /// What the client has not taken yet, and how much of it it has.
@@ -81,23 +33,12 @@ pub(super) struct Passing<'a, S> {
 }
 
 impl<'a, S> Passing<'a, S> {
-    pub(super) fn new(
-        stream: &'a mut Reread<S>,
-        response: Response<Body>,
-        closes: bool,
-        watches: bool,
-    ) -> Self {
-        let (head, body) = response.into_parts();
-        let unsent = (Vec::new(), 0);
-        let head = Some(Box::new(head));
-        Self { stream, head, body, closes, watches, unsent, flushed: true, ended: false }
+    pub(super) const fn new(stream: &'a mut Reread<S>, body: Body, watches: bool) -> Self {
+        Self { stream, body, watches, unsent: (Vec::new(), 0), flushed: true, ended: false }
     }
 
     /// Puts together what can be had now; whether the body may have more at once.
     fn gather(&mut self, out: &mut Vec<u8>, context: &mut Context<'_>) -> io::Result<bool> {
-        if let Some(head) = self.head.take() {
-            encode(&head, self.closes, out);
-        }
         while out.len() < MOST {
             match Pin::new(&mut self.body).poll_frame(context) {
                 Poll::Pending => return Ok(false),
@@ -206,24 +147,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Future for Passing<'_, S> {
             }
         }
     }
-}
-
-/// The head of an answer in chunks.
-fn encode(head: &response::Parts, closes: bool, out: &mut Vec<u8>) {
-    out.extend_from_slice(b"HTTP/1.1 200 OK\r\n");
-    for (name, value) in &head.headers {
-        for piece in [name.as_str().as_bytes(), b": ", value.as_bytes(), b"\r\n"] {
-            out.extend_from_slice(piece);
-        }
-    }
-    if closes {
-        out.extend_from_slice(b"connection: close\r\n");
-    }
-    out.extend_from_slice(b"transfer-encoding: chunked\r\n");
-    if !head.headers.contains_key(DATE) {
-        date::write(out);
-    }
-    out.extend_from_slice(b"\r\n");
 }
 
 #[cfg(test)]

@@ -1,6 +1,8 @@
 //! Streams arrive piece by piece and byte for byte.
 
-use engine_sim::{Leg, Stage};
+use std::time::Duration;
+
+use engine_sim::{EngineConfig, Leg, Stage};
 use kvbaton_proxy::Role;
 use serde_json::json;
 
@@ -128,9 +130,11 @@ async fn usage_comes_at_the_end_of_a_stream_when_asked_for() {
 
 #[tokio::test]
 async fn a_connection_serves_on_after_its_streams() {
-    let mut body = completion(PROMPT, 12);
+    let mut body = completion(PROMPT, 6);
     body["stream"] = json!(true);
-    let cluster = Cluster::builder().start().await;
+    // Each stream lasts for longer than hyper keeps one.
+    let slow = |engine: &mut EngineConfig| engine.decode_time_per_token = Duration::from_millis(50);
+    let cluster = Cluster::builder().engine(slow).start().await;
     let expected = single_text(COMPLETIONS, &body).await;
     let asks = request(COMPLETIONS, &[], &body.to_string());
     let gate = cluster.d().faults().hold(Stage::MidStream, Leg::Decode);
