@@ -2,9 +2,10 @@
 //! whichever other routers are installed, between the same mock engines.
 //!
 //! `cargo bench --bench overhead` prints the tables of `docs/performance.md` and draws its plots;
-//! `-- --growth` is the second half alone, `-- --streams` its last part, the memory of open streams; `-- --seconds 2` has each measurement last so long; `-- --smoke` is
-//! over in seconds and its figures mean nothing; `-- --instructions` counts a request's instructions under
-//! valgrind and holds them against `benches/overhead/budget.txt`.
+//! `-- --growth` is the second half alone, `-- --streams` the memory of open streams, its last part;
+//! `-- --seconds 2` has each measurement last so long; `-- --smoke` is over in seconds and its figures mean
+//! nothing; `-- --instructions` counts a request's instructions under valgrind and holds them against
+//! `benches/overhead/budget.txt`.
 
 #![allow(
     clippy::unwrap_used,
@@ -57,13 +58,14 @@ fn main() {
         plan.lasts = Duration::from_secs(seconds);
     }
     let engines = engine::Engines::start();
+    let folder = asked("--plots").then_some("docs/performance");
     if asked("--streams") {
-        print!("{}", growth::streams(&engines, plan));
+        print!("{}", growth::streams(&engines, plan, folder));
         return;
     }
     if !asked("--growth") {
         println!("{}", table::measure(&engines, plan));
         println!("{}", costs::measure(&engines, plan));
     }
-    println!("{}", growth::measure(&engines, plan, asked("--plots").then_some("docs/performance")));
+    println!("{}", growth::measure(&engines, plan, folder));
 }

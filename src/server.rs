@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::future::poll_fn;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Poll, ready};
@@ -23,7 +23,7 @@ use kvbaton_routes::{CertificateNames, Surface};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, unconstrained};
 use tokio::time::Sleep;
 use tokio_util::task::TaskTracker;
 
@@ -251,13 +251,26 @@ async fn answer(
     let mut builder = http1::Builder::new();
     builder.timer(TokioTimer::new()).header_read_timeout(shared.bounds.head).half_close(shared.half_close);
     let mut stream = Reread::new(stream, lender.clone());
-    let mut leaves = false;
+    let now = stopping.clone();
+    // Whether it is polled at all is decided below, so not by how much the task has done already.
+    let mut stop = pin!(unconstrained(stopping.changed()));
+    let (mut awaits_stop, mut leaves) = (false, false);
     loop {
         // Boxed: a stream that goes on without it need not keep its room.
         let mut serving = Box::new(builder.serve_connection(TokioIo::new(stream), &service));
-        let turn = tokio::select! {
-            turn = next_turn(&mut *serving, &lender) => Some(turn),
-            _ = stopping.changed() => None,
+        let turn = {
+            let mut turn = pin!(next_turn(&mut *serving, &lender));
+            poll_fn(|context| {
+                if let Poll::Ready(turn) = turn.as_mut().poll(context) {
+                    return Poll::Ready(Some(turn));
+                }
+                // A task keeps its waker: to leave it once is enough, and to do so at each token costs something.
+                if !std::mem::replace(&mut awaits_stop, true) || now.has_changed().unwrap_or(true) {
+                    return stop.as_mut().poll(context).map(|_| None);
+                }
+                Poll::Pending
+            })
+            .await
         };
         let turn = match turn {
             Some(turn) => turn,
@@ -292,7 +305,7 @@ async fn answer(
             tracing::debug!(%error, "a client's connection ended early");
             return;
         }
-        if leaves || stopping.has_changed().unwrap_or(true) {
+        if leaves || now.has_changed().unwrap_or(true) {
             let _ = stream.shutdown().await;
             return;
         }

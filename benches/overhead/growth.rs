@@ -18,16 +18,7 @@ const SLOW: Duration = Duration::from_secs(600);
 pub(crate) fn measure(engines: &Engines, plan: Plan, folder: Option<&str>) -> String {
     let mut text = String::new();
     let mut tell = |name: &str, title: &str, unit: &str, points: &[(f64, f64)]| {
-        let _ = writeln!(text, "| {title} | {unit} |\n|---|---|");
-        for (x, y) in points {
-            let _ = writeln!(text, "| {x:.0} | {y:.1} |");
-        }
-        let _ = writeln!(text);
-        if let Some(folder) = folder {
-            std::fs::create_dir_all(folder).unwrap();
-            let drawn = plot::draw(title, unit, points);
-            std::fs::write(Path::new(folder).join(format!("{name}.svg")), drawn).unwrap();
-        }
+        text.push_str(&told(name, title, unit, points, folder));
     };
     let router = Router::start(Who::Kvbaton, engines);
     let cpu = |load: &Load| table::row(&router, engines, load, CLIENTS, plan).cpu_us;
@@ -56,13 +47,25 @@ pub(crate) fn measure(engines: &Engines, plan: Plan, folder: Option<&str>) -> St
     }
     tell("peers", "Peers", "CPU µs per request", &points);
 
-    let points = open_streams(engines, plan);
-    tell("streams", "Streams that are open at once", "KiB resident per stream", &points);
-    text
+    text + &streams(engines, plan, folder)
 }
 
-/// What streams cost that are open at the same time and silent: their number and KiB for each.
-fn open_streams(engines: &Engines, plan: Plan) -> Vec<(f64, f64)> {
+/// One table, which is drawn too if there is a folder.
+fn told(name: &str, title: &str, unit: &str, points: &[(f64, f64)], folder: Option<&str>) -> String {
+    let mut text = format!("| {title} | {unit} |\n|---|---|\n");
+    for (x, y) in points {
+        let _ = writeln!(text, "| {x:.0} | {y:.1} |");
+    }
+    if let Some(folder) = folder {
+        std::fs::create_dir_all(folder).unwrap();
+        let drawn = plot::draw(title, unit, points);
+        std::fs::write(Path::new(folder).join(format!("{name}.svg")), drawn).unwrap();
+    }
+    text + "\n"
+}
+
+/// The last of the four alone: what streams cost that are open at the same time and silent.
+pub(crate) fn streams(engines: &Engines, plan: Plan, folder: Option<&str>) -> String {
     let mut points = Vec::new();
     engines.stream(2, SLOW);
     for streams in [100, 1000, 5000].into_iter().filter(|streams| *streams <= plan.most) {
@@ -73,16 +76,7 @@ fn open_streams(engines: &Engines, plan: Plan) -> Vec<(f64, f64)> {
         points.push((streams as f64, each / 1024.0));
     }
     engines.stream(16, Duration::ZERO);
-    points
-}
-
-/// The last of the four alone.
-pub(crate) fn streams(engines: &Engines, plan: Plan) -> String {
-    let mut text = String::from("| Streams that are open at once | KiB resident per stream |\n|---|---|\n");
-    for (streams, each) in open_streams(engines, plan) {
-        let _ = writeln!(text, "| {streams:.0} | {each:.1} |");
-    }
-    text
+    told("streams", "Streams that are open at once", "KiB resident per stream", &points, folder)
 }
 
 /// Half of them prefill engines: addresses of the same two engines.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use axum::body::{Body, Bytes, HttpBody};
-use http::header::{CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING};
+use http::header::{CONNECTION, CONTENT_LENGTH};
 use http::{Request, Response, StatusCode, Version};
 use hyper::body::Frame;
 use kvbaton_routes::Streamed;
@@ -67,7 +67,8 @@ fn is_plain_stream(answer: &Response<Body>) -> bool {
     let headers = answer.headers();
     answer.status() == StatusCode::OK
         && answer.extensions().get::<Streamed>().is_some()
-        && ![CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING].iter().any(|name| headers.contains_key(name))
+        && !headers.contains_key(CONTENT_LENGTH)
+        && !headers.contains_key(CONNECTION)
 }
 
 /// An answer that is awaited.
