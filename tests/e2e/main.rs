@@ -15,6 +15,7 @@ mod abandon;
 mod admin;
 mod admission;
 mod bad_input;
+mod balanced;
 mod bound_engines;
 mod bound_handoffs;
 mod chaos;

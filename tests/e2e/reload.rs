@@ -203,6 +203,43 @@ async fn limits_and_breakers_change_and_what_runs_stays_counted() {
 }
 
 #[tokio::test]
+async fn what_is_known_of_an_engines_health_outlives_a_reload() {
+    let deployment = Deployment::start("health").await;
+    settled(&deployment).await;
+    let (base, decode) = (&deployment.base, [&*deployment.urls[1], &*deployment.urls[2]]);
+    let refusal = json!({"kind": "refuse", "status": 503, "body": {}, "leg": "decode", "sticky": true});
+    assert_eq!(post(decode[0], "/sim/faults", &json!({"arm": [refusal]})).await.status, 200);
+    let peer = async || {
+        let peers = deployment.peers().await;
+        peers.iter().find(|peer| peer["url"] == decode[0]).unwrap().clone()
+    };
+    let health = async || peer().await["health"].clone();
+    let mut number = 0;
+    bounded("its breaker opens", async {
+        while health().await["breaker"] != "open" {
+            number += 1;
+            assert_eq!(
+                post(base, COMPLETIONS, &body(number, 2, false)).await.status,
+                200,
+                "the other serves"
+            );
+        }
+    })
+    .await;
+    let (before, failures) = (health().await, peer().await["errors"].clone());
+    deployment.write(&decode, "[timeouts]\nprefill = \"77s\"");
+    assert_eq!(post(base, "/admin/reload", &json!({})).await.json()["applied"], json!(["timeouts.prefill"]));
+    let after = health().await;
+    for count in ["breaker", "opened", "failures_in_a_row"] {
+        assert_eq!(before[count], after[count], "{count}: {before} {after}");
+    }
+    for number in 100..104 {
+        assert_eq!(post(base, COMPLETIONS, &body(number, 2, false)).await.status, 200);
+    }
+    assert_eq!(peer().await["errors"], failures, "it is not asked anew");
+}
+
+#[tokio::test]
 async fn a_signal_reloads_too_and_faults_change_nothing() {
     let deployment = Deployment::start("signal").await;
     settled(&deployment).await;

@@ -17,8 +17,8 @@ use crate::held::Held;
 use crate::upstream::Upstream;
 use crate::{Client, Endpoint, Exchange, HandOffState, PeerSpec, Proxy, RequestId, Role, Settings};
 use engine::{LONGEST_PREFILL, TRUTH};
-use world::Dice;
 pub(crate) use world::World;
+use world::{Dice, Lapse};
 
 const REQUESTS: u64 = 150;
 const PREFILL: [&str; 2] = ["10.0.0.1", "10.0.0.2"];
@@ -165,4 +165,41 @@ async fn an_engine_that_comes_back_is_asked_at_once_for_what_nobody_could_releas
     drop(proxy);
     tasks.close();
     tasks.wait().await;
+}
+
+/// How long after its end a prompt's blocks stay whose client has left, when decode engines lapse.
+async fn freed_in_spite_of(lapses: &[Lapse]) -> Duration {
+    let world = World::new(7, &[PREFILL[0], DECODE[0], DECODE[1]]);
+    world.stop_faults();
+    let (proxy, tasks, stop) = fleet(&world);
+    until(|| proxy.peers().iter().filter(|peer| peer.accepts).count() == 3).await;
+    let asked = tasks.spawn(ask(proxy.clone(), false, 4));
+    until(|| proxy.peers().iter().any(|peer| peer.in_flight > 0)).await;
+    asked.abort();
+    world.lapse(lapses);
+    until(|| !world.held().is_empty()).await;
+    let freed = until(|| world.held().is_empty()).await;
+    assert!(world.next_lapse().is_none());
+    until(|| proxy.hand_offs().is_empty()).await;
+    stop.cancel();
+    drop(proxy);
+    tasks.close();
+    tasks.wait().await;
+    freed
+}
+
+#[tokio::test(start_paused = true)]
+async fn while_one_engine_is_silent_the_other_is_asked_until_it_releases() {
+    use Lapse::{Refusal, Silence};
+    let (second, third) = (Duration::from_secs(1), Duration::from_secs(2));
+    for (lapses, within) in [
+        (&[Silence][..], second + second / 2),
+        (&[Refusal, Refusal], second + second / 2),
+        (&[Silence, Refusal, Refusal], third + second / 2),
+        // Even both, when it was but one request that was lost.
+        (&[Silence, Silence], third + second / 2),
+    ] {
+        let freed = freed_in_spite_of(lapses).await;
+        assert!(freed < within, "{lapses:?}: {freed:?}");
+    }
 }

@@ -5,7 +5,8 @@ use bytes::Bytes;
 use http::Method;
 use kv_connector::protocol::params::Generation;
 
-use super::{Hold, NUDGES};
+use super::Hold;
+use super::release::NUDGES;
 use crate::error::{Stage, UpstreamFailure};
 use crate::notify::{NotNotified, Notice};
 use crate::request::Endpoint;

@@ -9,7 +9,7 @@ use http_body_util::{BodyExt as _, Full, StreamBody, combinators::BoxBody};
 use hyper::body::{Frame, Incoming};
 use serde_json::{Value, json};
 
-use super::world::World;
+use super::world::{Lapse, World};
 
 /// What every prompt is answered with.
 pub(super) const TRUTH: &str = "abcdefgh";
@@ -49,7 +49,12 @@ pub(super) async fn answer(world: World, engine: String, id: String, request: Re
     if params["do_remote_decode"] == true {
         return Ok(prefill(&world, &engine, &id).await);
     }
-    decode(&world, &body, params).await
+    let lapse = if params["do_remote_prefill"] == true { world.next_lapse() } else { None };
+    match lapse {
+        Some(Lapse::Silence) => std::future::pending().await,
+        Some(Lapse::Refusal) => Ok(refusal(StatusCode::SERVICE_UNAVAILABLE)),
+        None => decode(&world, &body, params).await,
+    }
 }
 
 async fn prefill(world: &World, engine: &str, id: &str) -> Response<Body> {

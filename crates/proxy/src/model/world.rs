@@ -1,7 +1,7 @@
 //! Engines in memory: their sockets, what they hold, and what goes wrong with them. A state that no engine
 //! may come into is written down here and fails the test.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -41,6 +41,15 @@ impl Dice {
     }
 }
 
+/// What a decode engine does with a request instead of what it should.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Lapse {
+    /// It never answers.
+    Silence,
+    /// It answers 503.
+    Refusal,
+}
+
 /// One life of one engine.
 #[derive(Debug)]
 struct Life {
@@ -59,6 +68,8 @@ struct State {
     /// Reads of live requests.
     reading: Vec<(String, String)>,
     violations: Vec<String>,
+    /// What comes of the next hand-offs that decode engines are sent.
+    lapses: VecDeque<Lapse>,
 }
 
 /// All engines.
@@ -93,6 +104,7 @@ impl World {
             held: BTreeSet::new(),
             reading: Vec::new(),
             violations: Vec::new(),
+            lapses: VecDeque::new(),
         };
         let world = Self { state: Arc::new(Mutex::new(state)), tasks: TaskTracker::new() };
         for engine in engines {
@@ -123,6 +135,15 @@ impl World {
 
     pub(super) fn stop_faults(&self) {
         self.state.lock().faulty = false;
+    }
+
+    /// The next hand-offs that decode engines are sent come to this, whichever engines these are.
+    pub(super) fn lapse(&self, lapses: &[Lapse]) {
+        self.state.lock().lapses.extend(lapses);
+    }
+
+    pub(super) fn next_lapse(&self) -> Option<Lapse> {
+        self.state.lock().lapses.pop_front()
     }
 
     pub(super) fn held(&self) -> Vec<(String, String)> {
