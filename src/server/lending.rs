@@ -69,6 +69,7 @@ fn is_plain_stream(answer: &Response<Body>) -> bool {
         && answer.extensions().get::<Streamed>().is_some()
         && !headers.contains_key(CONTENT_LENGTH)
         && !headers.contains_key(CONNECTION)
+        && answer.body().size_hint().exact().is_none()
 }
 
 /// An answer that is awaited.

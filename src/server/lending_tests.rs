@@ -42,6 +42,8 @@ async fn only_plain_streams_are_lent() {
     assert!(lent(|_| {}));
     assert!(!lent(|answer| *answer.status_mut() = StatusCode::BAD_GATEWAY));
     assert!(!lent(|answer| answer.extensions_mut().clear()));
+    // An engine may answer as a whole though a stream was asked for.
+    assert!(!lent(|answer| *answer.body_mut() = Body::from("{}")));
     for name in [CONNECTION, CONTENT_LENGTH] {
         let (_sender, mut answer) = stream();
         answer.headers_mut().insert(name, HeaderValue::from_static("9"));
