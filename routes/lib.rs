@@ -34,6 +34,7 @@ pub use access::{Access, CertificateNames, Credential, Duty, NotLocal, Rules, Se
 pub use cors::{Cors, NotAnOrigin, Origins};
 pub use direct::Surface;
 pub use log::{LogFault, LogState, Logging};
+pub use openai::Streamed;
 #[cfg(fuzzing)]
 pub use registry::read_any;
 pub use reload::{NotReloaded, Reload, Reloaded, SharedLimits};

@@ -43,16 +43,25 @@ pub(crate) async fn answer(
     let proxy = state.proxy;
     let order = proxy.read(endpoint, &exchange, body)?;
     let (interval, account) = (state.limits.now().keep_alive, exchange.account.clone());
-    let waits = order.wants_stream() && !interval.is_zero();
+    let streams = order.wants_stream();
     let served = async move {
         let answer = proxy.serve(order, exchange).await?;
         Ok(answer.map(Body::new))
     };
-    if waits {
-        return keep_alive::answered(Box::pin(served), endpoint, account, interval).await;
+    let mut response = if streams && !interval.is_zero() {
+        keep_alive::answered(Box::pin(served), endpoint, account, interval).await?
+    } else {
+        served.await?
+    };
+    if streams {
+        response.extensions_mut().insert(Streamed);
     }
-    served.await
+    Ok(response)
 }
+
+/// Stands in the extensions of answers to requests that were read whole and asked for a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Streamed;
 
 /// Hands a request to one decode engine, path, query and body as they are.
 pub(crate) async fn pass_through(

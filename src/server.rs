@@ -1,11 +1,18 @@
 //! The HTTP listeners: accept within bounds, shake hands, serve each connection as a tracked task, and
 //! end in order.
 
+mod lending;
+mod reread;
+mod streaming;
+
 use std::collections::HashMap;
+use std::future::poll_fn;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Poll, ready};
 use std::time::Duration;
 
 use axum::body::Body;
@@ -13,12 +20,16 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use kvbaton_routes::{CertificateNames, Surface};
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, unconstrained};
+use tokio::time::Sleep;
 use tokio_util::task::TaskTracker;
 
+use self::lending::{Answering, Lender};
+use self::reread::Reread;
+use self::streaming::Passing;
 use crate::config::Connections;
 use crate::tls::{self, ServerTls};
 use crate::workers::Workers;
@@ -28,6 +39,10 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long a connection that never brought a request may still bring one when the program leaves.
 const LAST_CALL: Duration = Duration::from_millis(100);
+
+/// A stream that lasts for longer goes on without hyper. To begin a connection of hyper's anew costs less than a
+/// token, but it reads its next request in small pieces, which short streams are to be spared.
+const LASTS: Duration = Duration::from_millis(100);
 
 /// A running listener.
 #[derive(Debug)]
@@ -184,20 +199,26 @@ fn start(
 }
 
 /// Serves one connection until it ends; when the program leaves, until it has answered.
-async fn connection(
-    stream: TcpStream,
-    client: SocketAddr,
-    place: Place,
-    mut stopping: watch::Receiver<bool>,
-) {
-    let shared = Arc::clone(&place.shared);
+async fn connection(stream: TcpStream, client: SocketAddr, place: Place, stopping: watch::Receiver<bool>) {
+    let shared = &*place.shared;
     // Without it a token waits for the client's delayed acknowledgement of the one before.
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "no TCP_NODELAY");
     }
-    let Some(tls) = &shared.tls else {
-        return answer(stream, &shared, client, None, stopping).await;
-    };
+    match &shared.tls {
+        // The future is large, and a plain connection has no need of its room.
+        Some(tls) => Box::pin(shake_hands(stream, tls, shared, client, stopping)).await,
+        None => answer(stream, shared, client, None, stopping).await,
+    }
+}
+
+async fn shake_hands(
+    stream: TcpStream,
+    tls: &ServerTls,
+    shared: &Shared,
+    client: SocketAddr,
+    mut stopping: watch::Receiver<bool>,
+) {
     let shaking = tokio::time::timeout(shared.bounds.handshake, tls.accept(stream));
     let shaken = tokio::select! {
         shaken = shaking => shaken,
@@ -206,7 +227,7 @@ async fn connection(
     match shaken {
         Ok(Ok(stream)) => {
             let names = tls::names(&stream);
-            answer(stream, &shared, client, names, stopping).await;
+            answer(Box::new(stream), shared, client, names, stopping).await;
         }
         Ok(Err(error)) => tracing::debug!(%error, "a client's TLS handshake failed"),
         Err(_) => tracing::debug!("a client's TLS handshake took too long"),
@@ -221,39 +242,100 @@ async fn answer(
     names: Option<CertificateNames>,
     mut stopping: watch::Receiver<bool>,
 ) {
-    let asked = AtomicBool::new(false);
+    let (asked, lender) = (AtomicBool::new(false), Lender::default());
     let service = service_fn(|request: http::Request<hyper::body::Incoming>| {
         asked.store(true, Ordering::Relaxed);
-        shared.surface.answer(request.map(Body::new), client, names.clone())
+        let lender = lending::is_plain(&request).then(|| lender.clone());
+        Answering { answer: shared.surface.answer(request.map(Body::new), client, names.clone()), lender }
     });
     let mut builder = http1::Builder::new();
     builder.timer(TokioTimer::new()).header_read_timeout(shared.bounds.head).half_close(shared.half_close);
-    let serving = builder.serve_connection(TokioIo::new(stream), service);
-    tokio::pin!(serving);
-    let ended = tokio::select! {
-        ended = serving.as_mut() => Some(ended),
-        _ = stopping.changed() => None,
-    };
-    let ended = match ended {
-        Some(ended) => ended,
-        None => {
-            serving.as_mut().graceful_shutdown();
-            let unasked = async {
-                tokio::time::sleep(LAST_CALL).await;
-                if asked.load(Ordering::Relaxed) {
-                    std::future::pending::<()>().await;
+    let mut stream = Reread::new(stream, lender.clone());
+    let now = stopping.clone();
+    // Whether it is polled at all is decided below, so not by how much the task has done already.
+    let mut stop = pin!(unconstrained(stopping.changed()));
+    let (mut awaits_stop, mut leaves) = (false, false);
+    loop {
+        // Boxed: a stream that goes on without it need not keep its room.
+        let mut serving = Box::new(builder.serve_connection(TokioIo::new(stream), &service));
+        let turn = {
+            let mut turn = pin!(next_turn(&mut *serving, &lender));
+            poll_fn(|context| {
+                if let Poll::Ready(turn) = turn.as_mut().poll(context) {
+                    return Poll::Ready(Some(turn));
                 }
-            };
-            // A connection that never brought a request would be waited for until its deadline.
-            tokio::select! {
-                ended = serving.as_mut() => ended,
-                () = unasked => Ok(()),
+                // A task keeps its waker: to leave it once is enough, and to do so at each token costs something.
+                if !std::mem::replace(&mut awaits_stop, true) || now.has_changed().unwrap_or(true) {
+                    return stop.as_mut().poll(context).map(|_| None);
+                }
+                Poll::Pending
+            })
+            .await
+        };
+        let turn = match turn {
+            Some(turn) => turn,
+            None => {
+                leaves = true;
+                Pin::new(&mut *serving).graceful_shutdown();
+                let unasked = async {
+                    tokio::time::sleep(LAST_CALL).await;
+                    if asked.load(Ordering::Relaxed) {
+                        std::future::pending::<()>().await;
+                    }
+                };
+                // A connection that never brought a request would be waited for until its deadline.
+                tokio::select! {
+                    turn = next_turn(&mut *serving, &lender) => turn,
+                    () = unasked => Turn::Ended(Ok(())),
+                }
             }
+        };
+        let body = match turn {
+            Turn::Lasts(body) => body,
+            Turn::Ended(Ok(())) => return,
+            Turn::Ended(Err(error)) => {
+                tracing::debug!(%error, "a client's connection ended early");
+                return;
+            }
+        };
+        let parts = serving.into_parts();
+        stream = parts.io.into_inner().with_early(&parts.read_buf);
+        drop(parts.read_buf);
+        if let Err(error) = Passing::new(&mut stream, body, !shared.half_close).await {
+            tracing::debug!(%error, "a client's connection ended early");
+            return;
         }
-    };
-    if let Err(error) = ended {
-        tracing::debug!(%error, "a client's connection ended early");
+        if leaves || now.has_changed().unwrap_or(true) {
+            let _ = stream.shutdown().await;
+            return;
+        }
     }
+}
+
+/// What a connection that hyper serves comes to.
+enum Turn {
+    Ended(hyper::Result<()>),
+    /// A stream goes on for so long that hyper is not to hold its buffers for it.
+    Lasts(Body),
+}
+
+async fn next_turn(serving: &mut (impl Future<Output = hyper::Result<()>> + Unpin), lender: &Lender) -> Turn {
+    let mut begun: Option<Pin<Box<Sleep>>> = None;
+    poll_fn(|context| {
+        if let Poll::Ready(ended) = Pin::new(&mut *serving).poll(context) {
+            return Poll::Ready(Turn::Ended(ended));
+        }
+        if !lender.lends() {
+            begun = None;
+            return Poll::Pending;
+        }
+        let begun = begun.get_or_insert_with(|| Box::pin(tokio::time::sleep(LASTS)));
+        if !begun.is_elapsed() {
+            ready!(begun.as_mut().poll(context));
+        }
+        lender.take_back().map_or(Poll::Pending, |body| Poll::Ready(Turn::Lasts(body)))
+    })
+    .await
 }
 
 /// Faults of the one connection that was being accepted, not of the listener.

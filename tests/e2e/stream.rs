@@ -1,6 +1,8 @@
 //! Streams arrive piece by piece and byte for byte.
 
-use engine_sim::{Leg, Stage};
+use std::time::Duration;
+
+use engine_sim::{EngineConfig, Leg, Stage};
 use kvbaton_proxy::Role;
 use serde_json::json;
 
@@ -123,5 +125,34 @@ async fn usage_comes_at_the_end_of_a_stream_when_asked_for() {
     assert_eq!(last["choices"], json!([]));
     assert_eq!(last["usage"]["completion_tokens"], 12);
     assert_eq!(last["usage"]["prompt_tokens"], PROMPT.len());
+    cluster.finish().await;
+}
+
+#[tokio::test]
+async fn a_connection_serves_on_after_its_streams() {
+    let mut body = completion(PROMPT, 6);
+    body["stream"] = json!(true);
+    // Each stream lasts for longer than hyper keeps one.
+    let slow = |engine: &mut EngineConfig| engine.decode_time_per_token = Duration::from_millis(50);
+    let cluster = Cluster::builder().engine(slow).start().await;
+    let expected = single_text(COMPLETIONS, &body).await;
+    let asks = request(COMPLETIONS, &[], &body.to_string());
+    let gate = cluster.d().faults().hold(Stage::MidStream, Leg::Decode);
+    // The second comes with the first, the third while the first is on its way.
+    let mut wire = Wire::open(cluster.addr, &asks.repeat(2)).await;
+    gate.arrived(1).await;
+    wire.send(&asks).await;
+    gate.release();
+    for _ in 0..3 {
+        let (status, head) = wire.head().await;
+        assert_eq!(status, 200);
+        assert!(head.contains("date: ") && !head.contains("connection: "), "{head}");
+        let (stream, end) = wire.rest().await;
+        assert_eq!((stream_text(&stream), end), (expected.clone(), End::Clean));
+    }
+    wire.send(b"GET /livez HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n").await;
+    assert_eq!(wire.head().await.0, 200);
+    assert_eq!(cluster.relayed().await, 3.0);
+    cluster.wait_idle().await;
     cluster.finish().await;
 }
