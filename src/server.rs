@@ -298,6 +298,7 @@ async fn answer(
                 return;
             }
         };
+        tracing::trace!("a stream goes on without hyper");
         let parts = serving.into_parts();
         stream = parts.io.into_inner().with_early(&parts.read_buf);
         drop(parts.read_buf);
@@ -309,6 +310,8 @@ async fn answer(
             let _ = stream.shutdown().await;
             return;
         }
+        // Of the new one, which waits for a first request as an untouched connection does.
+        asked.store(false, Ordering::Relaxed);
     }
 }
 

@@ -57,9 +57,11 @@ impl Lender {
     }
 }
 
-/// Whether nothing of a request says what shall become of its connection.
+/// Whether a request's connection is to stay as it is, which many clients say though it is what HTTP/1.1 does.
 pub(super) fn is_plain<B>(request: &Request<B>) -> bool {
-    request.version() == Version::HTTP_11 && !request.headers().contains_key(CONNECTION)
+    let mut said = request.headers().get_all(CONNECTION).iter();
+    let stays = said.all(|value| value.as_bytes().trim_ascii().eq_ignore_ascii_case(b"keep-alive"));
+    stays && request.version() == Version::HTTP_11
 }
 
 /// Whether an answer is written in chunks and nothing else, and its request was read whole.

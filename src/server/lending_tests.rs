@@ -56,8 +56,12 @@ async fn only_plain_streams_are_lent() {
         is_plain(&builder.body(()).unwrap())
     };
     assert!(request(Version::HTTP_11, None));
-    assert!(!request(Version::HTTP_11, Some("close")));
+    assert!(request(Version::HTTP_11, Some("Keep-Alive")));
+    for said in ["close", "keep-alive, close", "upgrade", ""] {
+        assert!(!request(Version::HTTP_11, Some(said)), "{said:?}");
+    }
     assert!(!request(Version::HTTP_10, None));
+    assert!(!request(Version::HTTP_10, Some("keep-alive")));
 }
 
 #[tokio::test]

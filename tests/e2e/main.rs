@@ -30,6 +30,8 @@ mod handoff;
 mod health;
 mod injection;
 mod kv_events;
+mod lasting;
+mod lasting_ends;
 mod legs;
 mod logs;
 mod malformed_handoff;

@@ -17,7 +17,7 @@ use tokio::task::JoinSet;
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
-use super::bounded;
+use super::{Wire, bounded};
 
 /// Files of one test; they go with it.
 struct Directory(PathBuf);
@@ -176,6 +176,11 @@ impl TlsWire {
             certificate: session.peer_certificates().unwrap()[0].clone(),
             protocol: session.alpn_protocol().map(<[u8]>::to_vec),
         }
+    }
+
+    /// The same connection for whoever looks at the bytes.
+    pub(crate) fn wire(self) -> Wire {
+        Wire::over(self.stream)
     }
 
     /// Sends a request and reads to the end of the connection: status and everything that came.

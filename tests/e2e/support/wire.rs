@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
 use super::bounded;
@@ -26,16 +26,34 @@ pub(crate) enum End {
     Cut,
 }
 
+trait Stream: AsyncRead + AsyncWrite + Unpin + Send {}
+
+impl<S: AsyncRead + AsyncWrite + Unpin + Send> Stream for S {}
+
 /// One connection; dropping it hangs up.
 pub(crate) struct Wire {
-    stream: TcpStream,
+    stream: Box<dyn Stream>,
     unread: Vec<u8>,
     declared: usize,
 }
 
 impl Wire {
     pub(crate) async fn connect(addr: SocketAddr) -> Self {
-        Self { stream: TcpStream::connect(addr).await.unwrap(), unread: Vec::new(), declared: 0 }
+        Self::over(TcpStream::connect(addr).await.unwrap())
+    }
+
+    /// Connects and sends; dropping it resets the connection.
+    pub(crate) async fn open_abrupt(addr: SocketAddr, bytes: &[u8]) -> Self {
+        let stream = TcpStream::connect(addr).await.unwrap();
+        stream.set_zero_linger().unwrap();
+        let mut wire = Self::over(stream);
+        wire.send(bytes).await;
+        wire
+    }
+
+    /// What is spoken over this connection.
+    pub(crate) fn over(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) -> Self {
+        Self { stream: Box::new(stream), unread: Vec::new(), declared: 0 }
     }
 
     /// Connects and sends.
@@ -101,10 +119,16 @@ impl Wire {
 
     /// Reads past a body whose length the last head declared.
     pub(crate) async fn skip_declared_body(&mut self) {
+        self.declared_body().await;
+    }
+
+    /// A body whose length the last head declared.
+    pub(crate) async fn declared_body(&mut self) -> Vec<u8> {
         while self.unread.len() < self.declared {
             assert!(self.more().await, "the body is cut");
         }
-        self.unread.drain(..self.declared);
+        let rest = self.unread.split_off(self.declared);
+        std::mem::replace(&mut self.unread, rest)
     }
 
     /// The next chunk of a chunked body.
