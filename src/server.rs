@@ -250,7 +250,7 @@ async fn answer(
     });
     let mut builder = http1::Builder::new();
     builder.timer(TokioTimer::new()).header_read_timeout(shared.bounds.head).half_close(shared.half_close);
-    let mut stream = Reread::new(stream, lender.clone());
+    let mut stream = Reread::new(stream, lender.clone(), shared.bounds.stall);
     let now = stopping.clone();
     // Whether it is polled at all is decided below, so not by how much the task has done already.
     let mut stop = pin!(unconstrained(stopping.changed()));

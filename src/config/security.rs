@@ -190,6 +190,9 @@ pub struct Connections {
     /// How long a request's head may take, and how long a kept connection may be idle.
     #[serde(with = "humantime_serde")]
     pub head: Duration,
+    /// How long a client may take nothing of its answer.
+    #[serde(with = "humantime_serde")]
+    pub stall: Duration,
 }
 
 impl Default for Connections {
@@ -200,6 +203,7 @@ impl Default for Connections {
             threads: 0,
             handshake: Duration::from_secs(10),
             head: Duration::from_secs(60),
+            stall: Duration::from_secs(60),
         }
     }
 }
@@ -367,6 +371,7 @@ mod tests {
         assert_eq!(keys(&[("admin.listen", "127.0.0.1:8000")]), ["admin.listen"]);
         assert_eq!(keys(&[("cors.origins", "chat.example.org")]), ["cors.origins"]);
         assert_eq!(keys(&[("connections.head", "0s")]), ["connections.head"]);
+        assert_eq!(keys(&[("connections.stall", "0s")]), ["connections.stall"]);
         assert_eq!(keys(&[("connections.threads", "1025")]), ["connections.threads"]);
         assert_eq!(keys(&[("registry.token", "two words")]), ["registry.token"]);
         let unknown = faults(&[("admin.tokn", "a")], &[]);

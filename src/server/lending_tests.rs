@@ -1,4 +1,5 @@
 use std::convert::Infallible;
+use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use http::HeaderValue;
@@ -103,7 +104,7 @@ async fn a_connection_takes_over_a_stream_that_lasts_and_gives_the_next_request_
     });
     let (takes_over, taken_over) = oneshot::channel();
     let serving = async {
-        let stream = Reread::new(ours, lender.clone());
+        let stream = Reread::new(ours, lender.clone(), Duration::from_secs(60));
         let mut serving = http1::Builder::new().serve_connection(TokioIo::new(stream), &service);
         let Turn::Lasts(body) = next_turn(&mut serving, &lender).await else { panic!("it ended") };
         takes_over.send(()).unwrap();

@@ -1,12 +1,15 @@
-//! A client's connection of which bytes may have been read before whoever they are for was there.
+//! A client's connection of which bytes may have been read before whoever they are for was there, and whose client
+//! may not take nothing for ever: an answer that cannot go on is asked for nothing, so that its own deadlines rest.
 
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::{Buf as _, Bytes};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::Sleep;
 
 use super::lending::Lender;
 
@@ -18,11 +21,15 @@ pub(super) struct Reread<S> {
     stream: S,
     early: Bytes,
     lender: Lender,
+    /// The longest that the client may take nothing.
+    stall: Duration,
+    /// While it takes nothing.
+    stalled: Option<Pin<Box<Sleep>>>,
 }
 
 impl<S> Reread<S> {
-    pub(super) const fn new(stream: S, lender: Lender) -> Self {
-        Self { stream, early: Bytes::new(), lender }
+    pub(super) const fn new(stream: S, lender: Lender, stall: Duration) -> Self {
+        Self { stream, early: Bytes::new(), lender, stall, stalled: None }
     }
 
     /// With bytes that were read of it and come before what it still has.
@@ -36,6 +43,17 @@ impl<S> Reread<S> {
 
     pub(super) fn has_early(&self) -> bool {
         !self.early.is_empty()
+    }
+
+    /// What came of a write, or that the client has taken nothing for too long.
+    fn patient<T>(&mut self, written: Poll<io::Result<T>>, context: &mut Context<'_>) -> Poll<io::Result<T>> {
+        if written.is_ready() {
+            self.stalled = None;
+            return written;
+        }
+        let stall = self.stall;
+        let stalled = self.stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep(stall)));
+        stalled.as_mut().poll(context).map(|()| Err(io::ErrorKind::TimedOut.into()))
     }
 }
 
@@ -75,17 +93,20 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Reread<S> {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, bytes)
+        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
+        self.patient(written, context)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        ready!(Pin::new(&mut self.stream).poll_flush(context))?;
+        let flushed = Pin::new(&mut self.stream).poll_flush(context);
+        ready!(self.patient(flushed, context))?;
         self.lender.flushed();
         Poll::Ready(Ok(()))
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
+        let shut = Pin::new(&mut self.stream).poll_shutdown(context);
+        self.patient(shut, context)
     }
 
     fn poll_write_vectored(
@@ -93,7 +114,8 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Reread<S> {
         context: &mut Context<'_>,
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(context, slices)
+        let written = Pin::new(&mut self.stream).poll_write_vectored(context, slices);
+        self.patient(written, context)
     }
 
     fn is_write_vectored(&self) -> bool {

@@ -1,5 +1,6 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use bytes::Bytes;
 use http_body_util::StreamBody;
@@ -8,6 +9,8 @@ use tokio::sync::mpsc;
 
 use super::super::lending::Lender;
 use super::*;
+
+const STALL: Duration = Duration::from_secs(60);
 
 type Frame = io::Result<hyper::body::Frame<Bytes>>;
 
@@ -30,7 +33,7 @@ fn made() -> (mpsc::UnboundedSender<&'static str>, Body, Arc<AtomicUsize>) {
 
 fn connection(room: usize) -> (DuplexStream, Reread<DuplexStream>) {
     let (client, ours) = duplex(room);
-    (client, Reread::new(ours, Lender::default()))
+    (client, Reread::new(ours, Lender::default(), STALL))
 }
 
 /// What the client can read now.
@@ -78,6 +81,33 @@ async fn a_client_that_takes_nothing_holds_the_engine_up() {
     let (passed, all) = tokio::join!(passing, came(&mut client, whole.len()));
     passed.unwrap();
     assert_eq!(all, whole);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_that_takes_nothing_for_too_long_is_given_up() {
+    let (mut client, mut ours) = connection(32);
+    let (frames, body, _) = made();
+    let start = tokio::time::Instant::now();
+    let reading = async {
+        frames.send("data: 1\n\n").unwrap();
+        // An engine may be silent for longer.
+        tokio::time::sleep(2 * STALL).await;
+        frames
+            .send("data: more than the client has room for, so that it waits until there is some\n\n")
+            .unwrap();
+        for _ in 0..3 {
+            tokio::time::sleep(STALL * 2 / 3).await;
+            came(&mut client, 8).await;
+        }
+        std::future::pending::<()>().await;
+    };
+    tokio::select! {
+        ended = Passing::new(&mut ours, body, true) => {
+            assert_eq!(ended.unwrap_err().kind(), io::ErrorKind::TimedOut);
+        }
+        () = reading => unreachable!(),
+    }
+    assert_eq!(start.elapsed(), 2 * STALL + 3 * STALL * 2 / 3 + STALL);
 }
 
 #[tokio::test]

@@ -159,11 +159,12 @@ async fn an_engine_is_told_at_once_that_nobody_listens() {
 }
 
 /// A stream whose engine goes on with large pieces, and how many of them it could send.
-async fn flood(by: By, pieces: usize) -> (Begun, Vec<Gate>, usize) {
+async fn flood(by: By, pieces: usize, stall: Duration) -> (Begun, Vec<Gate>, usize) {
     let piece = [b"data: ".as_slice(), &vec![b'x'; 1 << 20], b"\n\n"].concat();
     let gates: Vec<Gate> = (0..pieces).map(|_| Gate::new()).collect();
     let sent = gates.iter().flat_map(|gate| [Step::Send(chunk(&piece)), Step::Open(gate.clone())]);
-    let begun = Begun::new(by, sent.chain([Step::Send(chunk(b""))]).collect(), |_| {}).await;
+    let sent = sent.chain([Step::Send(chunk(b""))]).collect();
+    let begun = Begun::new(by, sent, move |config| config.connections.stall = stall).await;
     begun.gate.open();
     // Long enough for a router that reads ahead to have read all.
     tokio::time::sleep(TICK * 4).await;
@@ -174,7 +175,7 @@ async fn flood(by: By, pieces: usize) -> (Begun, Vec<Gate>, usize) {
 async fn a_client_that_stops_reading_costs_a_bounded_amount() {
     const PIECES: usize = 64;
     for by in BOTH {
-        let (mut begun, gates, length) = flood(by, PIECES).await;
+        let (mut begun, gates, length) = flood(by, PIECES, SOON).await;
         let taken = gates.iter().filter(|gate| gate.is_open()).count();
         assert!(taken < PIECES / 2, "{by:?}: {taken} MiB went towards a client that reads nothing");
         let held = begun.cluster.metric("kvbaton_held_bytes", &[]).await;
@@ -188,11 +189,23 @@ async fn a_client_that_stops_reading_costs_a_bounded_amount() {
 #[tokio::test]
 async fn a_client_that_stops_reading_and_leaves_is_missed_at_once() {
     for by in BOTH {
-        let (mut begun, gates, _) = flood(by, 64).await;
+        let (mut begun, gates, _) = flood(by, 64, SOON * 2).await;
         begun.wire = Wire::connect(begun.cluster.addr).await;
         begun.is_counted("499", "abandoned").await;
         assert!(!gates.iter().all(Gate::is_open), "{by:?}");
         begun.cluster.wait_idle().await;
+        begun.cluster.finish().await;
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_stops_reading_is_given_up() {
+    for by in BOTH {
+        let (mut begun, gates, _) = flood(by, 64, TICK * 6).await;
+        begun.is_counted("499", "abandoned").await;
+        begun.cluster.wait_idle().await;
+        assert!(!gates.iter().all(Gate::is_open), "{by:?}");
+        assert_eq!(begun.wire.rest().await.1, End::Cut, "{by:?}");
         begun.cluster.finish().await;
     }
 }

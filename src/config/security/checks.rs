@@ -43,6 +43,7 @@ pub(in crate::config) fn check(config: &Config, wrong: &mut impl FnMut(&str, Str
     for (key, value) in [
         ("connections.handshake", config.connections.handshake),
         ("connections.head", config.connections.head),
+        ("connections.stall", config.connections.stall),
     ] {
         if value.is_zero() || value > LONGEST {
             wrong(key, "must be more than zero and at most a week".into(), "such as \"10s\"");
