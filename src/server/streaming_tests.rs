@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http_body_util::StreamBody;
+use proptest::collection::vec;
+use proptest::prelude::*;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
 use tokio::sync::mpsc;
 
@@ -166,4 +168,68 @@ async fn what_comes_meanwhile_is_for_the_next_reader() {
     assert!(ours.has_early());
     assert_eq!(ours.read_u32().await.unwrap().to_be_bytes(), *b"POST");
     assert!(!ours.has_early());
+}
+
+/// Lengths of a body's frames and of a client's reads, each after so many milliseconds.
+fn paces() -> impl Strategy<Value = (Vec<(usize, u64)>, Vec<(usize, u64)>)> {
+    let size = prop_oneof![8 => 0..300_usize, 1 => 60_000..140_000_usize];
+    let pause = || prop_oneof![3 => Just(0_u64), 1 => 1..3_000_u64];
+    (vec((size, pause()), 0..20), vec((1..5_000_usize, pause()), 1..8))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn at_any_pace_all_arrives_and_what_the_client_sends_is_kept(
+        (frames, reads) in paces(),
+        room in 1_500..9_000_usize,
+        sent in vec(any::<u8>(), 0..3_000),
+        watches: bool,
+    ) {
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        runtime.enable_time().start_paused(true).build().unwrap().block_on(async {
+            let data = |at: usize, length: usize| Bytes::from(vec![b'a' + at as u8; length]);
+            let mut expected = Vec::new();
+            for (at, &(length, _)) in frames.iter().enumerate().filter(|(_, frame)| frame.0 > 0) {
+                expected.extend(format!("{length:x}\r\n").into_bytes());
+                expected.extend(data(at, length));
+                expected.extend(b"\r\n");
+            }
+            expected.extend(b"0\r\n\r\n");
+            let stream = futures_util::stream::unfold(0, move |at| {
+                let frame = frames.get(at).copied();
+                async move {
+                    let (length, pause) = frame?;
+                    tokio::time::sleep(Duration::from_millis(pause)).await;
+                    Some((Frame::Ok(hyper::body::Frame::data(data(at, length))), at + 1))
+                }
+            });
+            let (client, mut ours) = connection(room);
+            let (mut reader, mut writer) = tokio::io::split(client);
+            let reading = async {
+                let mut came: Vec<u8> = Vec::new();
+                for (most, pause) in reads.iter().cycle() {
+                    if came.len() >= expected.len() {
+                        break;
+                    }
+                    tokio::time::sleep(Duration::from_millis(*pause)).await;
+                    let mut piece = vec![0; *most];
+                    let length = reader.read(&mut piece).await.unwrap();
+                    came.extend(&piece[..length]);
+                }
+                came
+            };
+            let serving = async {
+                Passing::new(&mut ours, Body::new(StreamBody::new(stream)), watches).await.unwrap();
+                let mut early = vec![0; sent.len()];
+                ours.read_exact(&mut early).await.unwrap();
+                early
+            };
+            let writing = async { writer.write_all(&sent).await.unwrap() };
+            let (came, early, ()) = tokio::join!(reading, serving, writing);
+            assert!(came == expected, "{} bytes in the place of {}", came.len(), expected.len());
+            assert_eq!(early, sent);
+        });
+    }
 }
