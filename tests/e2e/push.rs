@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use engine_sim::{ArmedFault, Engine, Fault, Gate, Leg, Stage};
-use kvbaton_proxy::TransferMode;
+use engine_sim::{ArmedFault, Engine, Fault, Gate as Hold, Leg, Stage};
+use kvbaton_proxy::{Role, TransferMode};
 use serde_json::{Value, json};
 
 use crate::support::{
-    Builder, CHAT, COMPLETIONS, Cluster, PROMPT, Wire, chat, completion, generations, parse, request,
-    single_text, stream_text,
+    Builder, CHAT, COMPLETIONS, Cluster, FakeEngine, Gate, PROMPT, Step, Wire, chat, completion, generations,
+    http_answer, parse, request, single_text, stream_text,
 };
 
 /// Engines that push. Whatever nobody writes is given up well within a test's patience.
@@ -32,7 +32,7 @@ async fn pushes(cluster: &Cluster, result: &str) -> f64 {
 }
 
 /// Both legs are under way, and the decode engine has announced its blocks to the other, which is held.
-async fn parked(cluster: &Cluster, stream: bool) -> (Gate, Wire) {
+async fn parked(cluster: &Cluster, stream: bool) -> (Hold, Wire) {
     let gate = cluster.p().faults().hold(Stage::Arrival, Leg::Prefill);
     let mut body = completion(PROMPT, 8);
     body["stream"] = json!(stream);
@@ -181,6 +181,7 @@ async fn both_refuse_what_no_engine_can_serve() {
 
 async fn nothing_stays(cluster: Cluster) {
     cluster.wait_no_blocks().await;
+    assert_eq!(cluster.p().stats().kv_expired, 0);
     cluster.wait_idle().await;
     let body = completion(PROMPT, 4);
     assert_eq!(cluster.post(COMPLETIONS, &body).await.generated(), single_text(COMPLETIONS, &body).await);
@@ -198,8 +199,6 @@ async fn a_client_leaves_while_the_decode_engine_waits() {
         cluster.wait_for("the router knows", async || pushes(&cluster, result).await == 1.0).await;
         // Both are let come as far as the hand-off: then neither waits for the other.
         drop(gate);
-        cluster.wait_no_blocks().await;
-        assert_eq!(cluster.p().stats().kv_expired, 0);
         nothing_stays(cluster).await;
     }
 }
@@ -217,17 +216,114 @@ async fn a_client_leaves_when_the_prefill_is_done_but_not_answered() {
     nothing_stays(cluster).await;
 }
 
+/// Engines whose leases outlast a test: what is freed was written.
+fn patient() -> Builder {
+    pushing().engine(|engine| {
+        engine.lease = Duration::from_secs(120);
+        engine.push_timeout = Duration::from_secs(120);
+    })
+}
+
 #[tokio::test]
 async fn a_client_leaves_before_the_decode_engine_has_looked() {
-    let cluster = pushing().start().await;
-    let gate = cluster.d().faults().hold(Stage::Arrival, Leg::Decode);
-    let bytes = request(COMPLETIONS, &[], &completion(PROMPT, 8).to_string());
-    let wire = Wire::open(cluster.addr, &bytes).await;
-    gate.arrived(1).await;
-    cluster.wait_for("the prefill is done", async || pushes(&cluster, "at_once").await == 1.0).await;
+    for (stream, at_once) in [(false, true), (true, true), (false, false), (true, false)] {
+        let cluster = patient().config(move |config| config.hand_off.push_at_once = at_once).start().await;
+        let gate = cluster.d().faults().hold(Stage::Arrival, Leg::Decode);
+        let mut body = completion(PROMPT, 8);
+        body["stream"] = json!(stream);
+        let wire = Wire::open(cluster.addr, &request(COMPLETIONS, &[], &body.to_string())).await;
+        gate.arrived(1).await;
+        let result = if at_once { "at_once" } else { "in_turn" };
+        cluster.wait_for("the prefill is done", async || pushes(&cluster, result).await == 1.0).await;
+        assert!(cluster.p().stats().blocks_held > 0);
+        drop(wire);
+        drop(gate);
+        nothing_stays(cluster).await;
+    }
+}
+
+/// Simulated engines begin to answer when they have the blocks; others with the request.
+#[tokio::test]
+async fn a_client_leaves_between_the_head_and_the_first_token() {
+    let granted = json!({
+        "choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 1},
+        "kv_transfer_params": {
+            "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[1, 2, 3]],
+            "remote_engine_id": "p", "remote_request_id": "chatcmpl-a-0-aaaaaaaa",
+            "remote_host": "127.0.0.1", "remote_port": 5600, "tp_size": 1, "pp_size": 1,
+            "remote_num_tokens": 40, "transfer_mode": "push",
+        },
+    });
+    let granted = http_answer("200 OK", "application/json", &granted.to_string());
+    let event = |delta: Value| {
+        let event = json!({"choices": [{"index": 0, "delta": delta, "finish_reason": null}]});
+        let event = format!("data: {event}\n\n");
+        format!("{:x}\r\n{event}\r\n", event.len())
+    };
+    let (go, on) = (Gate::new(), Gate::new());
+    let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
+    let decode = FakeEngine::start(vec![
+        Step::Send(format!("{head}{}", event(json!({"role": "assistant", "content": ""}))).into_bytes()),
+        Step::Wait(go.clone()),
+        Step::Send(event(json!({"content": "a"})).into_bytes()),
+        Step::Open(on.clone()),
+        Step::Hang,
+    ])
+    .await;
+    let prefill = FakeEngine::start(vec![Step::Send(granted)]).await;
+    let builder = Cluster::builder().prefill(0).decode(0);
+    let builder = builder.peer(Role::Prefill, &prefill.url()).peer(Role::Decode, &decode.url());
+    let cluster = builder.start().await;
+    let mut body = chat(PROMPT, 8);
+    body["stream"] = json!(true);
+    let mut wire = Wire::open(cluster.addr, &request(CHAT, &[], &body.to_string())).await;
+    wire.head().await;
+    wire.body_until("assistant").await;
     drop(wire);
-    drop(gate);
-    nothing_stays(cluster).await;
+    // Time for the router to notice.
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert_eq!(cluster.get("/admin/handoffs").await.json()["handoffs"].as_array().unwrap().len(), 1);
+    go.open();
+    cluster.wait_for("the blocks have come", async || cluster.relayed().await == 1.0).await;
+    on.pass().await;
+    cluster.wait_idle().await;
+    cluster.finish().await;
+}
+
+#[tokio::test]
+async fn a_decode_engine_dies_before_it_has_looked() {
+    for client_stays in [true, false] {
+        let mut cluster =
+            pushing().decode(2).may_warn(&["an engine failed", "an engine is not usable"]).start().await;
+        let gates = [0, 1].map(|of| cluster.decode[of].faults().hold(Stage::Arrival, Leg::Decode));
+        let bytes = request(COMPLETIONS, &[("connection", "close")], &completion(PROMPT, 8).to_string());
+        let mut wire = Wire::open(cluster.addr, &bytes).await;
+        cluster.wait_for("the prefill is done", async || pushes(&cluster, "at_once").await == 1.0).await;
+        let asked = usize::from(generations(&cluster.decode[0]).is_empty());
+        let dying = cluster.decode.remove(asked);
+        if client_stays {
+            dying.kill().await;
+            drop(gates);
+            let answer = wire.everything().await;
+            assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+        } else {
+            drop(wire);
+            dying.kill().await;
+            drop(gates);
+        }
+        // It may have announced itself: nobody else can, and the lease frees what it did not get.
+        cluster.wait_no_blocks().await;
+        // The next one finds it gone, and what was computed meanwhile is for the other engine.
+        let body = completion(PROMPT, 4);
+        let prefills = generations(cluster.p()).len();
+        for _ in 0..2 {
+            let text = cluster.post(COMPLETIONS, &body).await.generated();
+            assert_eq!(text, single_text(COMPLETIONS, &body).await);
+        }
+        assert_eq!(generations(cluster.p()).len(), prefills + 2);
+        cluster.wait_no_blocks().await;
+        cluster.finish().await;
+    }
 }
 
 #[tokio::test]

@@ -196,11 +196,56 @@ pub fn members(body: &[u8]) -> Result<Members<'_>, JsonFault> {
 ///
 /// Only an exhausted iterator has checked the whole text.
 #[derive(Clone, Debug)]
-pub struct Members<'a> {
+pub struct Members<'a>(Fields<'a>);
+
+impl<'a> Members<'a> {
+    /// Walks the object that `text` is.
+    ///
+    /// # Errors
+    /// `NotAnObject`, `UnexpectedByte` or `UnexpectedEnd` when the text does not begin with an object.
+    pub fn open(text: &'a str) -> Result<Self, JsonFault> {
+        Fields::open(text).map(Self)
+    }
+
+    /// As [`Members::open`] where something else may follow the object, which is not looked at.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn beginning(text: &'a str) -> Result<Self, JsonFault> {
+        Fields::start(text, 0, 1, false).map(Self)
+    }
+
+    fn advance(&mut self) -> Result<Option<Member<'a>>, JsonFault> {
+        let Some(key) = self.0.key()? else { return Ok(None) };
+        self.0.pass(key).map(Some)
+    }
+}
+
+impl<'a> Iterator for Members<'a> {
+    type Item = Result<Member<'a>, JsonFault>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.0.stage == Stage::Done {
+            return None;
+        }
+        let item = self.advance().transpose();
+        if !matches!(item, Some(Ok(_))) {
+            self.0.stage = Stage::Done;
+        }
+        item
+    }
+}
+
+/// The members of one object, one key after the other: whoever knows a value's form reads it himself, so that it is
+/// looked at once, and passes the others.
+#[derive(Clone, Debug)]
+pub struct Fields<'a> {
     scan: Scanner<'a>,
     stage: Stage,
     /// Nothing may follow the object.
     alone: bool,
+    /// Containers that are open inside the object.
+    depth: usize,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -210,25 +255,46 @@ enum Stage {
     Done,
 }
 
-impl<'a> Members<'a> {
-    /// Walks the object that `text` is.
+/// A key of [`Fields`], whose value comes next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Key<'a> {
+    text: &'a str,
+    span: Range<usize>,
+    escaped: bool,
+}
+
+impl<'a> Key<'a> {
+    /// Whether it, its escapes resolved, is `name`.
+    pub fn is(&self, name: &str) -> bool {
+        key_is(&self.text[self.span.clone()], self.escaped, name)
+    }
+
+    /// It with its escapes resolved.
+    pub fn name(&self) -> Cow<'a, str> {
+        let raw = &self.text[self.span.clone()];
+        if self.escaped { unescape(raw) } else { Cow::Borrowed(raw) }
+    }
+}
+
+impl<'a> Fields<'a> {
+    /// Those of the object that `text` is.
     ///
     /// # Errors
     /// `NotAnObject`, `UnexpectedByte` or `UnexpectedEnd` when the text does not begin with an object.
     pub fn open(text: &'a str) -> Result<Self, JsonFault> {
-        Self::start(text, true)
+        Self::start(text, 0, 1, true)
     }
 
-    /// As [`Members::open`] where something else may follow the object, which is not looked at.
+    /// Those of the object that is the next value of `self`, which goes on where they end ([`Fields::resume`]).
     ///
     /// # Errors
-    /// As there.
-    pub fn beginning(text: &'a str) -> Result<Self, JsonFault> {
-        Self::start(text, false)
+    /// As [`Fields::open`].
+    pub fn inner(&self) -> Result<Self, JsonFault> {
+        Self::start(self.scan.text, self.scan.at, self.depth + 1, false)
     }
 
-    fn start(text: &'a str, alone: bool) -> Result<Self, JsonFault> {
-        let mut scan = Scanner { text, at: 0 };
+    fn start(text: &'a str, at: usize, depth: usize, alone: bool) -> Result<Self, JsonFault> {
+        let mut scan = Scanner { text, at };
         scan.skip_whitespace();
         match scan.peek()? {
             b'{' => scan.at += 1,
@@ -237,19 +303,25 @@ impl<'a> Members<'a> {
             }
             _ => return Err(JsonFaultKind::UnexpectedByte.at(scan.at)),
         }
-        Ok(Self { scan, stage: Stage::First, alone })
+        Ok(Self { scan, stage: Stage::First, alone, depth })
     }
 
-    fn advance(&mut self) -> Result<Option<Member<'a>>, JsonFault> {
+    /// The next key, after its value before it was passed or read; none at the end of the object.
+    ///
+    /// # Errors
+    /// The first fault since the last value.
+    pub fn key(&mut self) -> Result<Option<Key<'a>>, JsonFault> {
         let scan = &mut self.scan;
         scan.skip_whitespace();
         match (self.stage, scan.peek()?) {
             (_, b'}') => {
                 scan.at += 1;
-                scan.skip_whitespace();
                 self.stage = Stage::Done;
-                if self.alone && scan.at < scan.text.len() {
-                    return Err(JsonFaultKind::TrailingBytes.at(scan.at));
+                if self.alone {
+                    scan.skip_whitespace();
+                    if scan.at < scan.text.len() {
+                        return Err(JsonFaultKind::TrailingBytes.at(scan.at));
+                    }
                 }
                 return Ok(None);
             }
@@ -260,25 +332,34 @@ impl<'a> Members<'a> {
             }
             _ => return Err(JsonFaultKind::UnexpectedByte.at(scan.at)),
         }
-        let (key, escaped) = scan.key()?;
-        let start = scan.at;
-        let kind = scan.value(1, &mut |_| {})?;
-        Ok(Some(Member { text: scan.text, key, escaped, value: start..scan.at, kind }))
+        let (span, escaped) = scan.key()?;
+        Ok(Some(Key { text: scan.text, span, escaped }))
     }
-}
 
-impl<'a> Iterator for Members<'a> {
-    type Item = Result<Member<'a>, JsonFault>;
+    /// Checks the value of `key` and passes it.
+    ///
+    /// # Errors
+    /// The first fault in it.
+    pub fn pass(&mut self, key: Key<'a>) -> Result<Member<'a>, JsonFault> {
+        let start = self.scan.at;
+        let kind = self.scan.value(self.depth, &mut |_| {})?;
+        let Key { text, span, escaped } = key;
+        Ok(Member { text, key: span, escaped, value: start..self.scan.at, kind })
+    }
 
-    fn next(&mut self) -> Option<Self::Item> {
-        if self.stage == Stage::Done {
-            return None;
-        }
-        let item = self.advance().transpose();
-        if !matches!(item, Some(Ok(_))) {
-            self.stage = Stage::Done;
-        }
-        item
+    /// The text from the next value on.
+    pub fn rest(&self) -> &'a str {
+        &self.scan.text[self.scan.at..]
+    }
+
+    /// Where in the text the next value begins, or the last one ended.
+    pub fn offset(&self) -> usize {
+        self.scan.at
+    }
+
+    /// The next value was read elsewhere, and ends there.
+    pub fn resume(&mut self, end: usize) {
+        self.scan.at = end;
     }
 }
 

@@ -21,6 +21,7 @@ use crate::disagg::Exchange;
 use crate::error::{ProxyError, Stage};
 use crate::metrics::{Metrics, Took};
 use crate::request::{BadRequest, ClientRequest};
+use crate::routing::roster::FEW;
 use crate::settings::{OnMissing, Settings};
 use crate::trace::SpanKind;
 
@@ -112,8 +113,7 @@ impl Busy {
 const PREFILL: ScopeId = 0;
 const DECODE: ScopeId = 1;
 
-/// Of more engines than this not each request counts how many are open.
-const MANY: usize = 8;
+/// Of many engines not each request counts how many are open.
 const RECOUNT: Duration = Duration::from_millis(100);
 
 /// All who run and wait.
@@ -172,13 +172,13 @@ impl Admission {
         if limits.per_engine == 0 {
             return;
         }
-        let mut counted = self.counted[stage as usize].lock();
+        let (mut counted, now) = (self.counted[stage as usize].lock(), Instant::now());
         // Counting takes as long as there are engines; of many one more or less matters little for so long.
-        if counted.is_some_and(|(engines, at)| engines > MANY && at.elapsed() < RECOUNT) {
+        if counted.is_some_and(|(engines, at)| engines > FEW && now < at + RECOUNT) {
             return;
         }
         let engines = engines();
-        *counted = Some((engines, Instant::now()));
+        *counted = Some((engines, now));
         drop(counted);
         let Some(places) = limits.places(engines) else { return };
         let mut woken = Vec::new();

@@ -210,7 +210,12 @@ impl Core {
             let peer = Arc::clone(&in_flight.peer);
             self.pool.prefixes.record(&tries.chunks, peer.routing.key);
             let prefill = lease.as_ref().and_then(Lease::prefill).cloned();
-            let answer = self.decode(order, exchange, in_flight, lease, None, tries.resent).await;
+            let answer = match lease {
+                Some(lease) if lease.is_pushed() => {
+                    self.in_turn(order, exchange, in_flight, lease, tries.resent).await
+                }
+                lease => self.decode(order, exchange, in_flight, lease, None, tries.resent).await,
+            };
             next = Next::Sent(peer, Box::new(Sent { prefill, answer }));
         }
     }

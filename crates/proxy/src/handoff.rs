@@ -2,14 +2,13 @@
 //! Whatever would park, kill or corrupt a decode engine is refused here.
 
 use bytes::Bytes;
-use kv_connector::protocol::handoff::HandOff;
 use kv_connector::protocol::params::{Generation, TransferMode};
 
 use crate::error::HandOffRefusal;
 use crate::pool::peer::Peer;
 use crate::request::ClientRequest;
 use crate::side_channel::channels::{ChannelAddress, NamedChannel};
-use crate::splice::{PrefillAnswer, PromptPart, rewrite_address};
+use crate::splice::{Granted, PrefillAnswer, PromptPart, rewrite_address};
 
 /// Longest engine or request id, in bytes; both are kept, and shown to operators.
 const MAX_ID: usize = 1024;
@@ -61,9 +60,9 @@ pub(crate) fn accept(
     same_host: bool,
     tokens_per_block: impl FnOnce(&str) -> Option<u64>,
 ) -> Result<HandedOff, Refused> {
-    let answer = PrefillAnswer::parse(answer).map_err(|_| HandOffRefusal::Garbage)?;
-    let raw = answer.hand_off.as_ref().ok_or(HandOffRefusal::Missing)?;
-    let hand_off = HandOff::parse(raw).map_err(HandOffRefusal::Defect)?;
+    let mut answer = PrefillAnswer::parse(answer).map_err(|_| HandOffRefusal::Garbage)?;
+    let Granted { raw, read } = answer.hand_off.take().ok_or(HandOffRefusal::Missing)?;
+    let hand_off = read.map_err(HandOffRefusal::Defect)?;
     if hand_off.remote_engine_id.len() > MAX_ID || hand_off.remote_request_id.len() > MAX_ID {
         return Err(HandOffRefusal::Garbage.into());
     }
@@ -77,16 +76,16 @@ pub(crate) fn accept(
         );
     }
     let rewritten = if host.is_some() || prefill.spec.kv_port.is_some() {
-        rewrite_address(raw, host, prefill.spec.kv_port).map_err(|_| HandOffRefusal::Garbage)?
+        rewrite_address(&raw, host, prefill.spec.kv_port).map_err(|_| HandOffRefusal::Garbage)?
     } else {
         // The answer's buffer must not live as long as the hand-off.
-        Bytes::copy_from_slice(raw)
+        Bytes::copy_from_slice(&raw)
     };
     let flat = hand_off.remote_block_ids.is_flat();
     let covered = hand_off.remote_num_tokens;
     let handed_off = HandedOff {
-        engine_id: hand_off.remote_engine_id.to_string(),
-        remote_request_id: hand_off.remote_request_id.to_string(),
+        engine_id: hand_off.remote_engine_id,
+        remote_request_id: hand_off.remote_request_id,
         blocks: hand_off.remote_block_ids.total(),
         prompt_tokens: answer.prompt_tokens,
         generation: if flat { Generation::V2 } else { Generation::V14 },

@@ -2,6 +2,7 @@
 //! known to have read them. Telling P twice is harmless, an untold P holds the blocks for long: so a
 //! decode engine that was asked but showed nothing counts as one that did not read.
 
+mod followed;
 mod notified;
 mod release;
 
@@ -22,6 +23,7 @@ use crate::pool::peer::Peer;
 use crate::registry::EngineRecord;
 use crate::request_id::RequestId;
 use crate::splice::PromptPart;
+pub(crate) use followed::{DecodeLeg, Showed};
 
 /// One granted hand-off, from P's answer until a decode engine has shown that it read the blocks.
 /// Dropped before that, it is released.

@@ -457,21 +457,6 @@ impl Pool {
     pub(crate) fn serves(&self, model: &str) -> bool {
         self.snapshot.load().all().any(|peer| peer.serves(model))
     }
-
-    /// The peers of a stage that answer, whether they get new requests or not.
-    pub(crate) fn ready_peers(&self, stage: Stage) -> Vec<Arc<Peer>> {
-        self.snapshot.load().of(stage).iter().filter(|peer| peer.is_ready()).cloned().collect()
-    }
-
-    /// Whether a peer of a stage takes new requests.
-    pub(crate) fn is_any_ready(&self, stage: Stage) -> bool {
-        self.snapshot.load().of(stage).iter().any(|peer| peer.is_open())
-    }
-
-    /// How many peers of a stage take new requests.
-    pub(crate) fn ready(&self, stage: Stage) -> usize {
-        self.snapshot.load().of(stage).iter().filter(|peer| peer.is_open()).count()
-    }
 }
 
 /// The next free id of a role; a number is never used twice, so that an id means one peer for good.

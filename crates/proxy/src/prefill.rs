@@ -16,7 +16,7 @@ use crate::Core;
 use crate::disagg::Order;
 use crate::error::{Broken, HandOffRefusal, Progress, Stage, UpstreamFailure};
 use crate::handoff::{self, HandedOff, Refused};
-use crate::lease::Lease;
+use crate::lease::{DecodeLeg, Lease, Showed};
 use crate::metrics::AbandonedPrefill;
 use crate::pool::peer::{InFlight, Peer};
 use crate::request_id::RequestId;
@@ -43,22 +43,6 @@ struct Running {
     sent_as: RequestId,
     /// In push mode, the leg to which its blocks are written.
     decode: Option<DecodeLeg>,
-}
-
-/// A decode leg that runs beside the prefill leg. What comes of it is kept until the prefill has ended.
-pub(crate) struct DecodeLeg {
-    pub(crate) peer: Arc<Peer>,
-    /// Ends when the engine shows that the blocks have come, or that they are of no use.
-    pub(crate) shows: Pin<Box<dyn Future<Output = Showed> + Send>>,
-}
-
-/// What a decode leg has shown; what is in it holds the connection.
-pub(crate) enum Showed {
-    /// The blocks have come.
-    #[expect(dead_code, reason = "held until the prefill has ended, since the connection ends with it")]
-    Blocks(Box<dyn Send>),
-    /// It failed or was refused.
-    Nothing,
 }
 
 impl PrefillLeg {
@@ -144,7 +128,7 @@ impl Running {
                 showed = Some(decode.shows.as_mut().await);
             }
             match showed {
-                Some(Showed::Nothing) => {}
+                Some(Showed::Refused | Showed::Failed) => {}
                 _ => std::future::pending().await,
             }
         };
@@ -164,16 +148,12 @@ impl Running {
                     Some(unread) => {
                         let mut lease =
                             Lease::open(&core, unread, &in_flight.peer, &order, &request_id).sent_as(sent_as);
-                        if let Some(decode) = &mut decode {
+                        if let Some(decode) = decode {
                             lease.dispatched(&decode.peer);
-                            if showed.is_none() {
-                                let shows = timeout(order.settings.timeouts.release, decode.shows.as_mut());
-                                showed = shows.await.ok();
+                            match showed {
+                                Some(showed) => lease.showed(showed),
+                                None => lease.follow(decode),
                             }
-                        }
-                        match showed {
-                            Some(Showed::Blocks(_)) => lease.read(),
-                            _ => drop(lease),
                         }
                         AbandonedPrefill::Released
                     }

@@ -17,7 +17,7 @@ use std::task::{Context, Poll};
 use bytes::{Bytes, BytesMut};
 use http_body::{Body, Frame, SizeHint};
 
-pub use self::answer::{AnswerDefect, PrefillAnswer, rewrite_address};
+pub use self::answer::{AnswerDefect, Granted, PrefillAnswer, rewrite_address};
 pub use self::client::{EchoedPrompt, PromptPart, answer_without_hand_off, client_answer};
 pub(crate) use self::client::{Told, client_answer_as, client_event};
 pub(crate) use self::edits::{Removals, Span};

@@ -17,7 +17,7 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use crate::account::Account;
 use crate::error::{Broken, Progress, Stage, UpstreamFailure};
 use crate::flow::Flow;
-use crate::lease::Lease;
+use crate::lease::{DecodeLeg, Lease, Showed};
 use crate::metrics::{Metrics, Outcome};
 use crate::pool::peer::InFlight;
 use crate::request::Endpoint;
@@ -141,6 +141,19 @@ impl RelayBody {
     }
 }
 
+impl Drop for RelayBody {
+    fn drop(&mut self) {
+        let Kind::Live(live) = &mut self.0 else { return };
+        if let Some(lease) = live.guards.lease.take_if(|lease| lease.is_pushed())
+            && let Kind::Live(live) = std::mem::replace(&mut self.0, Kind::Ended)
+        {
+            let Live { body, guards, events, .. } = *live;
+            let peer = Arc::clone(&guards.in_flight.peer);
+            lease.follow(DecodeLeg { peer, shows: Box::pin(Showed::stream(body, events, guards)) });
+        }
+    }
+}
+
 impl Body for RelayBody {
     type Data = Bytes;
     type Error = RelayError;
@@ -180,7 +193,7 @@ impl Body for RelayBody {
             }
         };
         let last = live.end(last);
-        self.0 = Kind::Ended;
+        drop(Self(std::mem::replace(&mut self.0, Kind::Ended)));
         Poll::Ready(last)
     }
 
@@ -290,7 +303,6 @@ impl Live {
             }
             Last::Broken(broken) => self.broke(broken),
             Last::Cut => {
-                self.guards.lease = None;
                 self.guards.flow.failed("cut");
                 self.guards.account.ended(Outcome::Cut, self.guards.status);
                 self.guards.metrics.stream_cut();

@@ -9,6 +9,7 @@ mod raw;
 pub use defect::HandOffDefect;
 
 use super::params::{BlockIds, Generation, TransferMode};
+use crate::json::{Fields, JsonFault};
 use raw::{Loose, RawHandOff};
 
 /// A validated hand-off of either generation.
@@ -55,6 +56,16 @@ impl HandOff {
     /// The first defect in the order flags, remote fields, sizes, optional fields.
     pub fn parse(json: &[u8]) -> Result<Self, HandOffDefect> {
         Self::check(RawHandOff::read(json)?)
+    }
+
+    /// As [`HandOff::parse`] for the object that is the next value of `fields`, which then stand behind it.
+    ///
+    /// # Errors
+    /// The first thing in the object that is not JSON.
+    pub fn parse_next(fields: &mut Fields<'_>) -> Result<Result<Self, HandOffDefect>, JsonFault> {
+        let (raw, end) = RawHandOff::read_fields(fields.inner()?)?;
+        fields.resume(end);
+        Ok(raw.and_then(Self::check))
     }
 
     fn check(raw: RawHandOff<'_>) -> Result<Self, HandOffDefect> {
@@ -164,10 +175,11 @@ fn optional_size(field: &'static str, value: Option<Loose<'_>>) -> Result<u32, H
 
 fn blocks(value: Option<Loose<'_>>) -> Result<BlockIds, HandOffDefect> {
     let field = "remote_block_ids";
-    let Loose::List(list) = present(field, value)? else {
-        return Err(HandOffDefect::WrongType { field, expected: "a list" });
+    let ids = match present(field, value)? {
+        Loose::Blocks(ids) => ids,
+        Loose::List(list) => raw::block_ids(list)?,
+        _ => return Err(HandOffDefect::WrongType { field, expected: "a list" }),
     };
-    let ids = raw::block_ids(list)?;
     if ids.total() == 0 {
         return Err(HandOffDefect::AllGroupsEmpty);
     }

@@ -2,6 +2,7 @@
 #![no_main]
 
 use bytes::Bytes;
+use kv_connector::protocol::handoff::HandOff;
 use kvbaton_proxy::json::members;
 use kvbaton_proxy::splice::{PrefillAnswer, answer_without_hand_off, rewrite_address};
 use libfuzzer_sys::fuzz_target;
@@ -24,7 +25,10 @@ fuzz_target!(|data: &[u8]| {
     assert_eq!(count(&left, "kv_transfer_params"), Some(0));
     let without = PrefillAnswer::parse(&left).expect("a stripped answer is still an object");
     assert_eq!(without, PrefillAnswer { hand_off: None, ..answer.clone() });
-    for raw in answer.hand_off.into_iter().chain([body]) {
+    if let Some(granted) = &answer.hand_off {
+        assert_eq!(granted.read, HandOff::parse(&granted.raw), "read in its place it says the same");
+    }
+    for raw in answer.hand_off.map(|granted| granted.raw).into_iter().chain([body]) {
         let Ok(rewritten) = rewrite_address(&raw, Some("h\"\\\u{1}\u{e9}"), Some(5600)) else {
             continue;
         };

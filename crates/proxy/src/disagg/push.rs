@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use http::Response;
-use http_body_util::BodyExt as _;
 use kv_connector::protocol::params::{Generation, TransferMode};
 
 use super::first_leg::SentPrefill;
@@ -17,9 +16,9 @@ use super::{Exchange, Order};
 use crate::Core;
 use crate::error::{Broken, Progress, ProxyError, Stage, UpstreamFailure};
 use crate::handoff::{HandedOff, is_private_to_its_host};
-use crate::lease::Lease;
+use crate::lease::{DecodeLeg, Lease, Showed};
 use crate::pool::peer::{InFlight, Peer};
-use crate::prefill::{Answered, DecodeLeg, Showed};
+use crate::prefill::Answered;
 use crate::request_id::RequestId;
 use crate::retry::{self, PrefillFault, Verdict};
 use crate::side_channel::channels::{ChannelAddress, NamedChannel};
@@ -51,6 +50,8 @@ pub(super) enum Both {
 /// Two legs under way. Dropped, they are let come as far as the hand-off and then ended.
 struct Legs {
     prefill: Option<SentPrefill>,
+    /// What the prefill leg has come to.
+    lease: Option<Lease>,
     decode: Option<Second>,
     peer: Arc<Peer>,
 }
@@ -64,29 +65,25 @@ enum Second {
 
 impl Drop for Legs {
     fn drop(&mut self) {
-        if let (Some(prefill), Some(decode)) = (self.prefill.take(), self.decode.take()) {
-            let shows = Box::pin(shown(decode));
-            prefill.leg.abandon_with(DecodeLeg { peer: Arc::clone(&self.peer), shows });
+        let Some(decode) = self.decode.take() else { return };
+        let leg = DecodeLeg { peer: Arc::clone(&self.peer), shows: Box::pin(shown(decode)) };
+        match (self.prefill.take(), self.lease.take()) {
+            (Some(prefill), _) => prefill.leg.abandon_with(leg),
+            (None, Some(lease)) => lease.follow(leg),
+            (None, None) => {}
         }
     }
 }
 
 /// What a decode leg shows of the blocks that it waits for.
 async fn shown(decode: Second) -> Showed {
-    let (answer, guards) = match decode {
-        Second::Headed(answered) => *answered,
-        Second::Running(running) => match running.await {
-            Ok(answered) => answered,
-            Err(_) => return Showed::Nothing,
-        },
+    let sent = match decode {
+        Second::Headed(answered) => Ok(*answered),
+        Second::Running(running) => running.await.map_err(|(failure, _)| failure),
     };
-    if !answer.status().is_success() {
-        return Showed::Nothing;
-    }
-    let mut body = answer.into_body();
-    match body.frame().await {
-        Some(Ok(_)) => Showed::Blocks(Box::new((body, guards))),
-        _ => Showed::Nothing,
+    match sent {
+        Ok((answer, guards)) => Showed::answer(answer, guards).await,
+        Err(failure) => Showed::failure(failure),
     }
 }
 
@@ -139,6 +136,7 @@ impl Core {
     }
 
     /// Both legs at once. The first that fails ends the other; where both do, the prefill engine's word counts.
+    /// Only a decode engine that was not reached ends nothing: the blocks are for another then.
     ///
     /// # Errors
     /// How the request ends.
@@ -157,40 +155,48 @@ impl Core {
             let (core, order, exchange) = (Arc::clone(self), order.clone(), exchange.clone());
             Box::pin(async move { core.decode(&order, &exchange, decode, None, Some(&pushed), false).await })
         };
-        let mut legs =
-            Legs { prefill: Some(sent), decode: Some(Second::Running(second)), peer: Arc::clone(&of_decode) };
+        let decode = Some(Second::Running(second));
+        let mut legs = Legs { prefill: Some(sent), lease: None, decode, peer: Arc::clone(&of_decode) };
+        let mut unsent = None;
         let answered = match first_of_both(&mut legs).await {
             Ok(answered) => answered,
             Err(failed) => {
-                if let Some(mut sent) = legs.prefill.take() {
-                    sent.leg.abort();
-                }
-                // What it was told may be out of date.
-                of_prefill.forget_channel();
                 self.metrics.pushed("decode_failed");
-                exchange.account.prefilled();
-                return Ok(Both::Sent(failed));
+                unsent = self.was_unsent(&failed);
+                let Some(sent) = legs.prefill.as_mut() else { return Ok(Both::Sent(failed)) };
+                if unsent.is_none() {
+                    sent.leg.abort();
+                    // What it was told may be out of date.
+                    of_prefill.forget_channel();
+                    exchange.account.prefilled();
+                    return Ok(Both::Sent(failed));
+                }
+                sent.leg.answer().await
             }
         };
         let Some(sent) = legs.prefill.take() else { return Ok(Both::Again(None)) };
-        let fault = match self.prefilled(order, exchange, sent, answered, tries) {
-            Ok(Ok(Some(lease))) if lease.engine_id() == Some(&engine_id) => {
+        let fault = match (self.prefilled(order, exchange, sent, answered, tries), unsent) {
+            (Ok(Ok(Some(lease))), Some(failure)) => {
+                exchange.account.prefilled();
+                return Ok(Both::Sent(Box::new(Err((failure, Some(lease))))));
+            }
+            (Ok(Ok(Some(lease))), None) if lease.engine_id() == Some(&engine_id) => {
                 self.metrics.pushed("at_once");
                 exchange.account.prefilled();
                 return Ok(Both::Sent(Box::new(join(lease, legs).await)));
             }
             // Another engine than the one that the decode engine was told of, or nothing to write.
-            Ok(Ok(lease)) => {
+            (Ok(Ok(lease)), _) => {
                 of_prefill.forget_channel();
                 self.metrics.pushed("prefill_failed");
                 return Ok(Both::Again(lease));
             }
             // What runs on the decode engine ends with its connection, here and below.
-            Ok(Err(stopped)) => {
+            (Ok(Err(stopped)), _) => {
                 self.metrics.pushed("prefill_failed");
                 return Err(stopped);
             }
-            Err(fault) => fault,
+            (Err(fault), _) => fault,
         };
         drop(legs);
         self.metrics.pushed("prefill_failed");
@@ -206,6 +212,44 @@ impl Core {
             return Err(Stopped::Error(error));
         }
         Ok(Both::AnotherPrefill(None))
+    }
+}
+
+impl Core {
+    /// How a decode leg failed whose engine cannot have seen it, if another engine could have the blocks instead.
+    fn was_unsent(&self, sent: &Sent) -> Option<UpstreamFailure> {
+        let failure = sent.as_ref().err()?.0;
+        let unsent = retry::after_decode(failure) == Verdict::AgainWithTheSameHandOff;
+        (unsent && self.pool.ready_peers(Stage::Decode).len() > 1).then_some(failure)
+    }
+
+    /// The decode leg to the blocks of an engine that pushes, where the two cannot go out at once.
+    pub(super) async fn in_turn(
+        self: &Arc<Self>,
+        order: &Order,
+        exchange: &Exchange,
+        in_flight: InFlight,
+        lease: Lease,
+        anew: bool,
+    ) -> Sent {
+        let peer = Arc::clone(&in_flight.peer);
+        let Some(pushed) = Pushed::of(&lease, &peer) else { return Err((lost(), None)) };
+        self.metrics.pushed("in_turn");
+        exchange.account.tell(|told| told.prefill = lease.prefill().cloned());
+        let (core, order, exchange) = (Arc::clone(self), order.clone(), exchange.clone());
+        let second =
+            Box::pin(
+                async move { core.decode(&order, &exchange, in_flight, None, Some(&pushed), anew).await },
+            );
+        let decode = Some(Second::Running(second));
+        join(lease, Legs { prefill: None, lease: None, decode, peer }).await
+    }
+}
+
+impl Pushed {
+    fn of(lease: &Lease, decode: &Peer) -> Option<Self> {
+        let (raw, id) = (lease.raw_for(decode)?, lease.shared_id()?.clone());
+        Some(Self { raw, id, engine_id: lease.engine_id()?.to_owned() })
     }
 }
 
@@ -238,11 +282,16 @@ const fn lost() -> UpstreamFailure {
 /// The decode engine's answer, with the hand-off that has been granted meanwhile.
 async fn join(mut lease: Lease, mut legs: Legs) -> Sent {
     lease.dispatched(&legs.peer);
+    legs.lease = Some(lease);
+    let sent = match &mut legs.decode {
+        Some(Second::Running(decode)) => decode.as_mut().await,
+        _ => Err((lost(), None)),
+    };
     let sent = match legs.decode.take() {
         Some(Second::Headed(answered)) => Ok(*answered),
-        Some(Second::Running(decode)) => decode.await,
-        None => Err((lost(), None)),
+        _ => sent,
     };
+    let Some(lease) = legs.lease.take() else { return sent };
     match sent {
         Ok((answer, mut guards)) if answer.status().is_success() => {
             guards.part = lease.part();
@@ -253,12 +302,17 @@ async fn join(mut lease: Lease, mut legs: Legs) -> Sent {
             Ok((answer, guards))
         }
         Ok((answer, guards)) => {
-            // Who refuses a request has announced nothing.
-            drop(if answer.status().is_client_error() { lease.unseen() } else { lease });
+            let refused = answer.status().is_client_error();
+            lease.showed(if refused { Showed::Refused } else { Showed::Failed });
             Ok((answer, guards))
         }
-        Err((failure, _)) if failure.progress == Progress::NotSent => Err((failure, Some(lease.unseen()))),
-        Err((failure, _)) => Err((failure, None)),
+        Err((failure, _)) if retry::after_decode(failure) == Verdict::AgainWithTheSameHandOff => {
+            Err((failure, Some(lease.unseen())))
+        }
+        Err((failure, _)) => {
+            lease.showed(Showed::failure(failure));
+            Err((failure, None))
+        }
     }
 }
 

@@ -20,7 +20,7 @@ use crate::upstream::Leg;
 use crate::wire::EngineBody;
 
 impl Core {
-    /// One try of the second leg.
+    /// One try of the second leg, with a lease, or, in push mode, with what the engine is told instead.
     ///
     /// # Errors
     /// What broke before the head came, with the lease if its hand-off cannot have been seen.
@@ -43,12 +43,8 @@ impl Core {
             told.decode = Some(Arc::clone(&peer));
         });
         let mut headers = decode_headers(&order.settings, exchange);
-        let shared = lease.as_ref().and_then(Lease::shared_id);
-        if pushed.is_none() && shared.is_some() {
-            self.metrics.pushed("in_turn");
-        }
-        if let Some(id) = pushed.map(|pushed| &pushed.id).or(shared) {
-            headers.insert(X_REQUEST_ID, id.header_value());
+        if let Some(pushed) = pushed {
+            headers.insert(X_REQUEST_ID, pushed.id.header_value());
         }
         let hand_off = match pushed {
             Some(pushed) => Some(pushed.raw.clone()),

@@ -1,8 +1,10 @@
 //! Which sources of engines' addresses there are, with what cannot be used found before it is tried.
 
+mod dns;
+mod kubernetes;
+
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize, Serializer};
@@ -10,6 +12,8 @@ use serde_json::{Map, Value};
 
 use crate::pool::peer::{PeerSpec, PeerSpecError, Role};
 use crate::registry::EngineRole;
+pub use dns::{DnsKind, DnsSource};
+pub use kubernetes::{KubernetesSource, PortChoice};
 
 /// Longest duration of any of these settings.
 const LONGEST: Duration = Duration::from_secs(24 * 3600);
@@ -52,17 +56,6 @@ impl Default for DiscoverySettings {
     }
 }
 
-/// Which records name the engines.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum DnsKind {
-    /// A and AAAA records; the port is in the settings.
-    #[default]
-    A,
-    /// SRV records, which have the port, and the addresses of their targets.
-    Srv,
-}
-
 /// How discovered engines are spoken to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -72,72 +65,6 @@ pub enum PeerScheme {
     Http,
     /// With TLS; the engine's certificate names its IP address.
     Https,
-}
-
-/// One name in DNS, and what the peers at its addresses are.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(try_from = "DnsText")]
-pub struct DnsSource {
-    /// The name.
-    pub name: String,
-    /// Which records name the engines.
-    pub kind: DnsKind,
-    /// The engines' port, where the records have none.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub port: Option<u16>,
-    /// How the engines are spoken to.
-    pub scheme: PeerScheme,
-    /// What the engines do.
-    pub role: EngineRole,
-    /// The longest time between two questions; a shorter time to live is respected.
-    #[serde(with = "humantime_serde")]
-    pub refresh: Duration,
-    /// The peers' further description.
-    #[serde(flatten)]
-    pub peer: PeerTemplate,
-}
-
-/// The EndpointSlices of one Kubernetes Service or label selector, and what the peers at their addresses are.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(try_from = "KubernetesText")]
-pub struct KubernetesSource {
-    /// The namespace.
-    pub namespace: String,
-    /// The Service whose slices are watched.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub service: Option<String>,
-    /// In place of a Service: a label selector of slices.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub selector: Option<String>,
-    /// Name or number of the engines' port; the only one of a slice when absent.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub port: Option<PortChoice>,
-    /// How the engines are spoken to.
-    pub scheme: PeerScheme,
-    /// What the engines do.
-    pub role: EngineRole,
-    /// URL of the API, spoken to without credentials; the cluster that the router runs in when absent.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub api: Option<String>,
-    /// A kubeconfig file, whose current context names API and credentials.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub kubeconfig: Option<PathBuf>,
-    /// Another context of that file.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub context: Option<String>,
-    /// The peers' further description; zone and node of an endpoint become labels.
-    #[serde(flatten)]
-    pub peer: PeerTemplate,
-}
-
-/// A port by its name or its number.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged)]
-pub enum PortChoice {
-    /// The number that engines listen on, whatever the slices call it.
-    Number(u16),
-    /// The port's name in the Service.
-    Name(String),
 }
 
 /// What is said of a peer beside its role and address.
@@ -194,88 +121,6 @@ impl PeerTemplate {
         self.peers(role, "http://127.0.0.1:1").iter().try_for_each(PeerSpec::check)?;
         // As a whole too: `ranks` takes what cannot be split for one peer.
         PeerSpec { url: "http://127.0.0.1:1".to_owned(), role: Role::Prefill, ..self.0.clone() }.check()
-    }
-}
-
-#[derive(Deserialize)]
-struct DnsText {
-    name: String,
-    #[serde(default)]
-    kind: DnsKind,
-    port: Option<u16>,
-    #[serde(default)]
-    scheme: PeerScheme,
-    role: EngineRole,
-    #[serde(default = "half_a_minute", with = "humantime_serde")]
-    refresh: Duration,
-    #[serde(flatten)]
-    rest: Map<String, Value>,
-}
-
-const fn half_a_minute() -> Duration {
-    Duration::from_secs(30)
-}
-
-impl TryFrom<DnsText> for DnsSource {
-    type Error = String;
-
-    fn try_from(text: DnsText) -> Result<Self, String> {
-        let DnsText { name, kind, port, scheme, role, refresh, rest } = text;
-        Ok(Self { name, kind, port, scheme, role, refresh, peer: PeerTemplate::read(rest)? })
-    }
-}
-
-#[derive(Deserialize)]
-struct KubernetesText {
-    namespace: String,
-    service: Option<String>,
-    selector: Option<String>,
-    port: Option<PortChoice>,
-    #[serde(default)]
-    scheme: PeerScheme,
-    role: EngineRole,
-    api: Option<String>,
-    kubeconfig: Option<PathBuf>,
-    context: Option<String>,
-    #[serde(flatten)]
-    rest: Map<String, Value>,
-}
-
-impl TryFrom<KubernetesText> for KubernetesSource {
-    type Error = String;
-
-    fn try_from(text: KubernetesText) -> Result<Self, String> {
-        let KubernetesText {
-            namespace,
-            service,
-            selector,
-            port,
-            scheme,
-            role,
-            api,
-            kubeconfig,
-            context,
-            rest,
-        } = text;
-        let peer = PeerTemplate::read(rest)?;
-        Ok(Self { namespace, service, selector, port, scheme, role, api, kubeconfig, context, peer })
-    }
-}
-
-impl DnsSource {
-    /// The source's name for people and metrics.
-    #[must_use]
-    pub fn label(&self) -> String {
-        format!("dns:{}", self.name)
-    }
-}
-
-impl KubernetesSource {
-    /// The source's name for people and metrics.
-    #[must_use]
-    pub fn label(&self) -> String {
-        let what = self.service.as_ref().or(self.selector.as_ref()).map_or("", String::as_str);
-        format!("kubernetes:{}/{what}", self.namespace)
     }
 }
 
@@ -380,63 +225,10 @@ const fn role_number(role: EngineRole) -> u8 {
     }
 }
 
-impl DnsSource {
-    fn faults(&self) -> Vec<DiscoveryFault> {
-        let mut faults = Vec::new();
-        if self.name.is_empty() || self.name.parse::<hickory_resolver::proto::rr::Name>().is_err() {
-            faults.push(DiscoveryFault::Name { name: self.name.clone() });
-        }
-        match (self.kind, self.port) {
-            (DnsKind::A, None) => faults.push(DiscoveryFault::NoPort),
-            (DnsKind::A, Some(0)) | (DnsKind::Srv, Some(_)) => faults.push(DiscoveryFault::Port),
-            _ => {}
-        }
-        if self.refresh.is_zero() || self.refresh > LONGEST {
-            faults.push(DiscoveryFault::Duration { may_be_zero: false });
-        }
-        faults.extend(self.peer.check_for(self.role));
-        faults
-    }
-}
-
-impl KubernetesSource {
-    fn faults(&self) -> Vec<DiscoveryFault> {
-        let mut faults = Vec::new();
-        if !cfg!(feature = "kubernetes") {
-            faults.push(DiscoveryFault::NotBuilt);
-        }
-        if self.service.is_some() == self.selector.is_some() {
-            faults.push(DiscoveryFault::ServiceOrSelector);
-        }
-        let names = [Some(&self.namespace), self.service.as_ref()];
-        for name in names.into_iter().flatten().filter(|name| !is_object_name(name)) {
-            faults.push(DiscoveryFault::Object { name: name.clone() });
-        }
-        if self.port == Some(PortChoice::Number(0)) {
-            faults.push(DiscoveryFault::Port);
-        }
-        let both = self.api.is_some() && self.kubeconfig.is_some();
-        if both || (self.context.is_some() && self.kubeconfig.is_none()) {
-            faults.push(DiscoveryFault::Api);
-        }
-        if let Some(api) = self.api.as_ref().filter(|api| crate::registry::canonical_base_url(api).is_none())
-        {
-            faults.push(DiscoveryFault::ApiUrl { api: api.clone() });
-        }
-        faults.extend(self.peer.check_for(self.role));
-        faults
-    }
-}
-
 impl PeerTemplate {
     fn check_for(&self, role: EngineRole) -> Option<DiscoveryFault> {
         self.check(role).err().map(DiscoveryFault::Peer)
     }
-}
-
-fn is_object_name(name: &str) -> bool {
-    let fits = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-' || b == b'.';
-    !name.is_empty() && name.len() <= 253 && name.bytes().all(fits)
 }
 
 #[cfg(test)]

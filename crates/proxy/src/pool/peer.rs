@@ -141,9 +141,9 @@ impl Peer {
 
     /// Takes over what was seen of the same engines under another description.
     pub(crate) fn learns_from(&self, before: &Self) {
-        let seen = before.observed.now();
-        let generation = self.spec.generation.or(seen.generation);
-        self.observed.change(|observed| *observed = Observed { generation, ..Observed::clone(&seen) });
+        let mut seen = Observed::clone(&before.observed.now());
+        seen.generation = self.spec.generation.or(seen.generation);
+        self.observed.change(|observed| *observed = seen);
         *self.met.write() = before.met.read().clone();
     }
 

@@ -1,9 +1,10 @@
 //! What the router reads from a prefill engine's JSON answer, and the hand-off's address put right.
 
 use bytes::Bytes;
+use kv_connector::protocol::handoff::{HandOff, HandOffDefect};
 
 use super::Splicer;
-use crate::json::{JsonFault, Kind, Member, Members, members, push_string};
+use crate::json::{Fields, JsonFault, JsonFaultKind, Kind, Member, Members, members, push_string};
 
 const HAND_OFF: &str = "kv_transfer_params";
 
@@ -16,10 +17,10 @@ pub enum AnswerDefect {
 }
 
 /// The parts of a prefill engine's answer that the hand-off depends on.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct PrefillAnswer {
-    /// `kv_transfer_params` as it stands in the answer, of whatever type; none if absent or null.
-    pub hand_off: Option<Bytes>,
+    /// `kv_transfer_params`, of whatever type; none if absent or null.
+    pub hand_off: Option<Granted>,
     /// `usage.completion_tokens`
     pub completion_tokens: Option<u64>,
     /// `usage.prompt_tokens`
@@ -32,6 +33,15 @@ pub struct PrefillAnswer {
     pub logprobs: Option<Bytes>,
 }
 
+/// A hand-off in an answer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Granted {
+    /// As it stands there.
+    pub raw: Bytes,
+    /// What it says, or why no decode engine may have it.
+    pub read: Result<HandOff, HandOffDefect>,
+}
+
 impl PrefillAnswer {
     /// Reads an answer; of duplicated fields the last one counts, a count that is no integer is none.
     ///
@@ -39,11 +49,23 @@ impl PrefillAnswer {
     /// When the body is not one JSON object.
     pub fn parse(body: &Bytes) -> Result<Self, AnswerDefect> {
         let mut answer = Self::default();
-        for member in members(body)? {
-            let member = member?;
+        let utf8 =
+            |error: std::str::Utf8Error| JsonFault { offset: error.valid_up_to(), kind: JsonFaultKind::Utf8 };
+        let mut fields = Fields::open(std::str::from_utf8(body).map_err(utf8)?)?;
+        while let Some(key) = fields.key()? {
+            // Read where it stands: it is long, and every byte of it is looked at once.
+            if key.is(HAND_OFF) && fields.rest().starts_with('{') {
+                let start = fields.offset();
+                let read = HandOff::parse_next(&mut fields)?;
+                answer.hand_off = Some(Granted { raw: body.slice(start..fields.offset()), read });
+                continue;
+            }
+            let member = fields.pass(key)?;
             if member.key_is(HAND_OFF) {
-                let given = member.kind() != Kind::Null;
-                answer.hand_off = given.then(|| body.slice(member.value()));
+                answer.hand_off = (member.kind() != Kind::Null).then(|| {
+                    let raw = body.slice(member.value());
+                    Granted { read: HandOff::parse(&raw), raw }
+                });
             } else if member.key_is("usage") {
                 answer.read_usage(&member)?;
             } else if member.key_is("prompt_logprobs") && member.kind() == Kind::Array {

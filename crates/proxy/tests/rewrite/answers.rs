@@ -49,7 +49,7 @@ fn counts_that_are_no_integers_are_none() {
 fn the_hand_off_is_a_slice_of_the_answer() {
     let body = Bytes::from_static(br#"{"kv_transfer_params":{"a":1}}"#);
     let hand_off = PrefillAnswer::parse(&body).unwrap().hand_off.unwrap();
-    assert!(body.as_ptr_range().contains(&hand_off.as_ptr()));
+    assert!(body.as_ptr_range().contains(&hand_off.raw.as_ptr()));
 }
 
 #[test]

@@ -83,7 +83,7 @@ fn both_legs_are_what_real_engines_were_sent() {
         assert_eq!(answer.completion_tokens, Some(1));
         assert_eq!(answer.prompt_tokens, Some(case.prompt_tokens));
         assert_eq!(answer.cached_tokens, Some(0));
-        let decode = request.decode_body(answer.hand_off).into_bytes();
+        let decode = request.decode_body(answer.hand_off.map(|granted| granted.raw)).into_bytes();
         assert_eq!(value(&decode), value(case.decode));
     }
 }

@@ -1,13 +1,14 @@
 //! The cases that a peer's hand-off adapter pins (ai-dynamo/dynamo#15057), as far as bodies decide them.
 
 use bytes::Bytes;
+use kv_connector::protocol::handoff::HandOff;
 use kvbaton_proxy::request::{BypassReason, Endpoint};
 use kvbaton_proxy::splice::{AnswerDefect, PrefillAnswer};
 
 use crate::{BOTH, decode, parse, prefill, text};
 
 fn hand_off(answer: &'static str) -> Option<Bytes> {
-    PrefillAnswer::parse(&Bytes::from_static(answer.as_bytes())).unwrap().hand_off
+    PrefillAnswer::parse(&Bytes::from_static(answer.as_bytes())).unwrap().hand_off.map(|granted| granted.raw)
 }
 
 #[test]
@@ -70,8 +71,10 @@ fn item_8_blocks_and_unknown_fields_reach_the_decode_leg_intact() {
         let answer =
             format!(r#"{{"id":"x","kv_transfer_params": {raw} ,"usage":{{"completion_tokens":1}}}}"#);
         let answer = PrefillAnswer::parse(&Bytes::from(answer)).unwrap();
-        assert_eq!(answer.hand_off.as_ref().unwrap(), raw);
-        let body = parse(Endpoint::Completions, r#"{"model":"m"}"#).unwrap().decode_body(answer.hand_off);
+        let granted = answer.hand_off.unwrap();
+        assert_eq!(granted.raw, raw);
+        assert_eq!(granted.read, HandOff::parse(raw.as_bytes()));
+        let body = parse(Endpoint::Completions, r#"{"model":"m"}"#).unwrap().decode_body(Some(granted.raw));
         assert_eq!(text(body), format!(r#"{{"model":"m","kv_transfer_params":{raw}}}"#));
     }
 }

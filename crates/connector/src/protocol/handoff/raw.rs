@@ -9,7 +9,8 @@ use std::borrow::Cow;
 use serde::de::IgnoredAny;
 
 use super::HandOffDefect;
-use crate::json::{JsonFaultKind, Kind, Member, members, unescape};
+use crate::json::{Fields, JsonFault, JsonFaultKind, Kind, Member, unescape};
+use crate::protocol::params::BlockIds;
 
 pub(super) use blocks::block_ids;
 
@@ -23,6 +24,8 @@ pub(super) enum Loose<'a> {
     Text(Cow<'a, str>),
     /// A list, unread.
     List(&'a str),
+    /// A list of block ids as engines write them.
+    Blocks(BlockIds),
     Object,
 }
 
@@ -51,29 +54,48 @@ pub(super) struct RawHandOff<'a> {
 impl<'a> RawHandOff<'a> {
     /// Reads one JSON value.
     pub(super) fn read(json: &'a [u8]) -> Result<Self, HandOffDefect> {
-        let members = members(json).map_err(|fault| match fault.kind {
+        let text = std::str::from_utf8(json).map_err(|_| HandOffDefect::NotJson)?;
+        let fields = Fields::open(text).map_err(|fault| match fault.kind {
             JsonFaultKind::NotAnObject => not_an_object(json),
             _ => HandOffDefect::NotJson,
         })?;
-        // Half of a surrogate pair is not for the scanner to judge, and engines need no escapes.
-        if memchr::memchr(b'\\', json).is_some() && serde_json::from_slice::<serde_json::Value>(json).is_err()
-        {
-            return Err(HandOffDefect::NotJson);
-        }
-        let mut raw = Self::default();
-        for member in members {
-            let member = member.map_err(|_| HandOffDefect::NotJson)?;
-            let key = if member.is_escaped() {
-                unescape(member.raw_key())
-            } else {
-                Cow::Borrowed(member.raw_key())
+        Self::read_fields(fields).map_err(|_| HandOffDefect::NotJson)?.0
+    }
+
+    /// Reads an object's fields, and to the end of it in any case; where that is.
+    pub(super) fn read_fields(
+        mut fields: Fields<'a>,
+    ) -> Result<(Result<Self, HandOffDefect>, usize), JsonFault> {
+        let (mut raw, mut read, text) = (Self::default(), Ok(()), fields.rest());
+        let began = fields.offset();
+        while let Some(key) = fields.key()? {
+            let name = key.name();
+            raw.has_internal_keys |= name.starts_with('_');
+            let Some(slot) = raw.slot(&name) else {
+                fields.pass(key)?;
+                continue;
             };
-            raw.has_internal_keys |= key.starts_with('_');
-            if let Some(slot) = raw.slot(&key) {
-                *slot = Some(Loose::read(&member)?);
+            if name == "remote_block_ids"
+                && let Some((ids, rest)) = blocks::plain(fields.rest().as_bytes())
+            {
+                *slot = Some(Loose::Blocks(ids));
+                fields.resume(fields.offset() + fields.rest().len() - rest.len());
+                continue;
+            }
+            match Loose::read(&fields.pass(key)?) {
+                Ok(value) => *slot = Some(value),
+                Err(defect) => read = read.and(Err(defect)),
             }
         }
-        Ok(raw)
+        let end = fields.offset();
+        // Half of a surrogate pair is not for the scanner to judge, and engines need no escapes.
+        let object = &text[..end - began];
+        if memchr::memchr(b'\\', object.as_bytes()).is_some()
+            && serde_json::from_str::<serde_json::Value>(&format!("{{{object}")).is_err()
+        {
+            read = Err(HandOffDefect::NotJson);
+        }
+        Ok((read.map(|()| raw), end))
     }
 
     fn slot(&mut self, key: &str) -> Option<&mut Option<Loose<'a>>> {

@@ -195,6 +195,34 @@ fn escaped_keys_and_the_last_of_two_equal_keys_count() {
 
 proptest! {
     #[test]
+    fn how_a_list_of_ids_is_spelled_says_nothing(
+        groups in proptest::collection::vec(proptest::collection::vec(any::<u64>(), 1..40), 1..4),
+        flat in any::<bool>(),
+        between in proptest::sample::select(vec![",", ", ", " ,\n"]),
+    ) {
+        let list = |ids: &[u64]| {
+            format!("[{}]", ids.iter().map(u64::to_string).collect::<Vec<_>>().join(between))
+        };
+        let list = if flat {
+            list(&groups[0])
+        } else {
+            format!("[{}]", groups.iter().map(|ids| list(ids)).collect::<Vec<_>>().join(between))
+        };
+        let ids = with("remote_block_ids", Value::Null).to_string().replace(r#""remote_block_ids":null"#, &format!(r#""remote_block_ids":{list}"#));
+        let expected = if flat { BlockIds::flat(groups[0].clone()) } else { BlockIds::grouped(groups) };
+        prop_assert_eq!(HandOff::parse(ids.as_bytes()).unwrap().remote_block_ids, expected.clone());
+        let answer = format!(r#"{{"a":[{{}}], "kv":{ids} ,"b":1}}"#);
+        let mut fields = Fields::open(&answer).unwrap();
+        let first = fields.key().unwrap().unwrap();
+        fields.pass(first).unwrap();
+        prop_assert!(fields.key().unwrap().unwrap().is("kv"));
+        let read = HandOff::parse_next(&mut fields).unwrap().unwrap();
+        prop_assert_eq!(read.remote_block_ids, expected);
+        prop_assert!(fields.key().unwrap().unwrap().is("b"));
+        prop_assert_eq!(fields.rest(), "1}");
+    }
+
+    #[test]
     fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
         let _decided = HandOff::parse(&bytes);
         let _decided = serde_json::from_slice::<KvTransferParams>(&bytes);

@@ -8,20 +8,16 @@ use crate::protocol::params::BlockIds;
 /// Most digits of a number that is read in one pass.
 const LONGEST: usize = 19;
 
-/// The ids in `list`, a JSON list.
-///
-/// # Errors
-/// The first defect.
-pub(in crate::protocol::handoff) fn block_ids(list: &str) -> Result<BlockIds, HandOffDefect> {
-    plain(list.as_bytes()).map_or_else(|| spelled_otherwise(list), Ok)
-}
+/// For how many ids there is room before the first is read.
+const LIKELY: usize = 64;
 
-/// Whole numbers or lists of them, none empty, with nothing but commas and a blank behind each in between.
-fn plain(list: &[u8]) -> Option<BlockIds> {
-    let (b'[', inside) = list.split_first()? else { return None };
+/// The list that `text` begins with, if there is nothing in it but whole numbers, or lists of them, none empty, with
+/// commas and at most a blank behind each in between; what follows it.
+pub(super) fn plain(text: &[u8]) -> Option<(BlockIds, &[u8])> {
+    let (b'[', inside) = text.split_first()? else { return None };
     if inside.first() != Some(&b'[') {
         let (flat, rest) = numbers(inside)?;
-        return rest.is_empty().then(|| BlockIds::flat(flat));
+        return Some((BlockIds::flat(flat), rest));
     }
     let (mut groups, mut text) = (Vec::with_capacity(1), inside);
     loop {
@@ -29,7 +25,7 @@ fn plain(list: &[u8]) -> Option<BlockIds> {
         let (group, rest) = numbers(inside)?;
         groups.push(group);
         match rest {
-            b"]" => return Some(BlockIds::grouped(groups)),
+            [b']', rest @ ..] => return Some((BlockIds::grouped(groups), rest)),
             [b',', b' ', rest @ ..] | [b',', rest @ ..] => text = rest,
             _ => return None,
         }
@@ -38,36 +34,35 @@ fn plain(list: &[u8]) -> Option<BlockIds> {
 
 /// At least one number, up to the closing bracket; what follows it.
 fn numbers(text: &[u8]) -> Option<(Vec<u64>, &[u8])> {
-    let mut numbers = Vec::with_capacity(text.len() / 4);
-    let (mut number, mut digits) = (0_u64, 0);
-    let mut bytes = text.iter();
-    while let Some(byte) = bytes.next() {
-        match *byte {
-            digit @ b'0'..=b'9' => {
-                // So many fit in any case.
-                if digits == LONGEST {
-                    return None;
-                }
-                number = number * 10 + u64::from(digit - b'0');
-                digits += 1;
-            }
-            end @ (b',' | b']') if digits > 0 => {
-                numbers.push(number);
-                if end == b']' {
-                    return Some((numbers, bytes.as_slice()));
-                }
-                (number, digits) = (0, 0);
-                if let [b' ', rest @ ..] = bytes.as_slice() {
-                    bytes = rest.iter();
-                }
-            }
+    let mut numbers = Vec::with_capacity(LIKELY);
+    let mut at = 0;
+    loop {
+        let start = at;
+        let mut number = 0_u64;
+        while let Some(digit @ b'0'..=b'9') = text.get(at) {
+            number = number.wrapping_mul(10).wrapping_add(u64::from(digit - b'0'));
+            at += 1;
+        }
+        let digits = at - start;
+        // So many fit in any case; and a number that begins with a nought is none.
+        if digits == 0 || digits > LONGEST || (digits > 1 && text[start] == b'0') {
+            return None;
+        }
+        numbers.push(number);
+        match text.get(at..)? {
+            [b']', rest @ ..] => return Some((numbers, rest)),
+            [b',', b' ', ..] => at += 2,
+            [b',', ..] => at += 1,
             _ => return None,
         }
     }
-    None
 }
 
-fn spelled_otherwise(list: &str) -> Result<BlockIds, HandOffDefect> {
+/// The ids in `list`, a JSON list that is not [`plain`].
+///
+/// # Errors
+/// The first defect.
+pub(in crate::protocol::handoff) fn block_ids(list: &str) -> Result<BlockIds, HandOffDefect> {
     let (mut flat, mut groups) = (Vec::new(), Vec::new());
     for element in elements(list).map_err(|_| HandOffDefect::NotJson)? {
         let element = &list[element];
@@ -97,21 +92,42 @@ fn id(raw: &str) -> Result<u64, HandOffDefect> {
 mod tests {
     use super::*;
 
+    fn whole(text: &str) -> Option<BlockIds> {
+        plain(text.as_bytes()).filter(|(_, rest)| rest.is_empty()).map(|(ids, _)| ids)
+    }
+
     #[test]
     fn both_shapes_are_read() {
-        assert_eq!(plain(b"[1,22, 333]"), Some(BlockIds::flat(vec![1, 22, 333])));
-        assert_eq!(plain(b"[[0],[4, 5]]"), Some(BlockIds::grouped(vec![vec![0], vec![4, 5]])));
-        assert_eq!(plain(b"[9999999999999999999]"), Some(BlockIds::flat(vec![9_999_999_999_999_999_999])));
+        assert_eq!(whole("[1,22, 333]"), Some(BlockIds::flat(vec![1, 22, 333])));
+        assert_eq!(whole("[[0],[4, 5]]"), Some(BlockIds::grouped(vec![vec![0], vec![4, 5]])));
+        assert_eq!(whole("[9999999999999999999]"), Some(BlockIds::flat(vec![9_999_999_999_999_999_999])));
+        assert_eq!(plain(b"[[7]],\"x\""), Some((BlockIds::grouped(vec![vec![7]]), &b",\"x\""[..])));
     }
 
     #[test]
     fn everything_else_is_left() {
         for other in [
-            "[]", "[[]]", "[[1],[]]", "[1,[2]]", "[[1],2]", "[-1]", "[1.0]", "[ 1]", "[1 ]", "null", "1",
-            "[1", "[[1]",
+            "[]",
+            "[[]]",
+            "[[1],[]]",
+            "[1,[2]]",
+            "[[1],2]",
+            "[-1]",
+            "[1.0]",
+            "[ 1]",
+            "[1 ]",
+            "null",
+            "1",
+            "[1",
+            "[[1]",
+            "[01]",
+            "[1,]",
+            "[1,  2]",
+            "[1]]",
+            "[[1],]",
+            "[18446744073709551615]",
         ] {
-            assert_eq!(plain(other.as_bytes()), None, "{other}");
+            assert_eq!(whole(other), None, "{other}");
         }
-        assert_eq!(plain(b"[18446744073709551615]"), None);
     }
 }
