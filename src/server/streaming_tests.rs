@@ -170,8 +170,11 @@ async fn what_comes_meanwhile_is_for_the_next_reader() {
     assert!(!ours.has_early());
 }
 
-/// Lengths of a body's frames and of a client's reads, each after so many milliseconds.
-fn paces() -> impl Strategy<Value = (Vec<(usize, u64)>, Vec<(usize, u64)>)> {
+/// Lengths, each after so many milliseconds.
+type Paces = Vec<(usize, u64)>;
+
+/// Those of a body's frames and of a client's reads.
+fn paces() -> impl Strategy<Value = (Paces, Paces)> {
     let size = prop_oneof![8 => 0..300_usize, 1 => 60_000..140_000_usize];
     let pause = || prop_oneof![3 => Just(0_u64), 1 => 1..3_000_u64];
     (vec((size, pause()), 0..20), vec((1..5_000_usize, pause()), 1..8))
