@@ -3,7 +3,6 @@
 mod check;
 
 use std::io::{Read as _, Write as _};
-use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use engine_sim::{Leg, Stage};
@@ -11,7 +10,7 @@ use kvbaton::config::Config;
 use serde_json::Value;
 
 use crate::support::process::run;
-use crate::support::{COMPLETIONS, Cluster, PROMPT, bounded, completion};
+use crate::support::{COMPLETIONS, Cluster, File, PROMPT, bounded, completion};
 
 /// What the program said.
 #[derive(Debug)]
@@ -53,27 +52,6 @@ async fn kvbaton(args: &[&str], env: &[(&str, &str)]) -> Said {
 /// As [`kvbaton`], asking the cluster's router.
 async fn ask(cluster: &Cluster, args: &[&str]) -> Said {
     kvbaton(args, &[("OPERATOR_ROUTER", &cluster.url(""))]).await
-}
-
-/// A file that goes with the test.
-struct File(PathBuf);
-
-impl File {
-    fn new(name: &str, text: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("kvbaton-cli-{}-{name}", std::process::id()));
-        std::fs::write(&path, text).unwrap();
-        Self(path)
-    }
-
-    fn path(&self) -> &str {
-        self.0.to_str().unwrap()
-    }
-}
-
-impl Drop for File {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
-    }
 }
 
 #[tokio::test]

@@ -7,8 +7,8 @@ use kvbaton_proxy::{Role, TransferMode};
 use serde_json::{Value, json};
 
 use crate::support::{
-    Builder, CHAT, COMPLETIONS, Cluster, FakeEngine, Gate, PROMPT, Step, Wire, chat, completion, generations,
-    http_answer, parse, request, single_text, stream_text,
+    Builder, CHAT, COMPLETIONS, Cluster, FakeEngine, Gate, PROMPT, Step, Wire, chat, chunk, completion,
+    generations, http_answer, parse, request, single_text, sse_head, stream_text,
 };
 
 /// Engines that push. Whatever nobody writes is given up well within a test's patience.
@@ -257,15 +257,14 @@ async fn a_client_leaves_between_the_head_and_the_first_token() {
     let granted = http_answer("200 OK", "application/json", &granted.to_string());
     let event = |delta: Value| {
         let event = json!({"choices": [{"index": 0, "delta": delta, "finish_reason": null}]});
-        let event = format!("data: {event}\n\n");
-        format!("{:x}\r\n{event}\r\n", event.len())
+        chunk(format!("data: {event}\n\n").as_bytes())
     };
     let (go, on) = (Gate::new(), Gate::new());
-    let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
     let decode = FakeEngine::start(vec![
-        Step::Send(format!("{head}{}", event(json!({"role": "assistant", "content": ""}))).into_bytes()),
+        Step::Send(sse_head()),
+        Step::Send(event(json!({"role": "assistant", "content": ""}))),
         Step::Wait(go.clone()),
-        Step::Send(event(json!({"content": "a"})).into_bytes()),
+        Step::Send(event(json!({"content": "a"}))),
         Step::Open(on.clone()),
         Step::Hang,
     ])

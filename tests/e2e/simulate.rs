@@ -1,6 +1,5 @@
 //! `kvbaton simulate`: what it prints and refuses, and that its figures are those of simulated engines in real time.
 
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use kvbaton_proxy::Policy;
@@ -8,28 +7,7 @@ use kvbaton_simulate::{Fleet, Goal, Plan, Synthetic, Trace};
 use serde_json::{Value, json};
 
 use crate::support::process::run;
-use crate::support::{COMPLETIONS, Cluster, http_client, sample};
-
-/// A file that goes with the test.
-struct File(PathBuf);
-
-impl File {
-    fn new(name: &str, text: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("kvbaton-simulate-{}-{name}", std::process::id()));
-        std::fs::write(&path, text).unwrap();
-        Self(path)
-    }
-
-    fn path(&self) -> &str {
-        self.0.to_str().unwrap()
-    }
-}
-
-impl Drop for File {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
-    }
-}
+use crate::support::{COMPLETIONS, Cluster, File, http_client, sample};
 
 /// Exit code, output, errors.
 fn simulate(args: &[&str]) -> (i32, String, String) {

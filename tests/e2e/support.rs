@@ -9,6 +9,7 @@ mod dns;
 #[cfg(feature = "etcd")]
 mod etcd;
 mod fake;
+mod file;
 #[cfg(feature = "kubernetes")]
 pub(crate) mod kubernetes;
 mod log;
@@ -33,6 +34,7 @@ pub(crate) use dns::{DnsServer, Mood as DnsMood, Rr};
 #[cfg(feature = "etcd")]
 pub(crate) use etcd::{Etcd, EtcdTls, Gate as EtcdGate};
 pub(crate) use fake::{FakeEngine, Gate, Step, chunk, http_answer, sse_head};
+pub(crate) use file::File;
 pub(crate) use log::Log;
 pub(crate) use pki::{Authority, Front, Identity, TlsWire};
 pub(crate) use wire::{End, Wire, request};
