@@ -202,6 +202,61 @@ mod nixl {
         cluster.finish().await;
     }
 
+    /// Nothing else could free them: the only decode engine is gone, and where engines push no other may take its
+    /// place. One that only broke off may be reading.
+    #[tokio::test]
+    async fn what_an_engine_had_that_runs_no_more_is_freed_by_the_router_itself() {
+        let Some(library) = installation().map(|home| home.join("python")) else { return };
+        let mut worker = worker(&library);
+        for (mode, gone) in [("pull", true), ("push", true), ("push", false)] {
+            let mut answer = String::from_utf8(prefilled()).unwrap();
+            let body = answer.find("{").unwrap();
+            let mode = format!(r#""transfer_mode":"{mode}","remote_host""#);
+            let body =
+                answer.split_off(body).replace(r#""remote_host""#, &mode).replace("[1,2,3]", "[1,2,4]");
+            let prefill =
+                FakeEngine::start(vec![Step::Send(http_answer("200 OK", "application/json", &body))]).await;
+            let asked = Gate::new();
+            let after = if gone { Step::Hang } else { Step::Reset };
+            let decode = FakeEngine::start(vec![Step::Open(asked.clone()), after]).await;
+            let spec = PeerSpec {
+                notify: true,
+                nixl_version: Some("1.5.1".into()),
+                ..PeerSpec::new(Role::Prefill, prefill.url())
+            };
+            let once = |config: &mut Config| config.retry.attempts = 0;
+            let library = with_library(library.clone());
+            let tune = move |config: &mut Config| {
+                once(config);
+                library(config);
+            };
+            let cluster = cluster(spec, &decode, &["an engine failed"], tune).await;
+            register(&cluster, &payload(&worker.agent_metadata())).await;
+            let bytes = request(COMPLETIONS, &[("connection", "close")], &completion(PROMPT, 8).to_string());
+            let mut wire = Wire::open(cluster.addr, &bytes).await;
+            asked.pass().await;
+            let decode = (!gone).then_some(decode);
+            assert!(wire.everything().await.starts_with("HTTP/1.1 502"));
+            if gone {
+                released(&cluster, "notification").await;
+                let mut all = Vec::new();
+                cluster
+                    .wait_for("the word", async || {
+                        all.extend(heard(&mut worker));
+                        all.contains(&format!("{REQUEST}:1"))
+                    })
+                    .await;
+            } else {
+                let pushed = [("result", "pushed")];
+                let settled = async || cluster.metric("kvbaton_handoffs_total", &pushed).await == 1.0;
+                cluster.wait_for("the hand-off is left to the engines", settled).await;
+                assert!(!heard(&mut worker).contains(&format!("{REQUEST}:1")));
+            }
+            drop(decode);
+            cluster.finish_whatever_was_warned().await;
+        }
+    }
+
     /// The engine is a NIXL that would crash, or may be one: not a byte reaches it.
     #[tokio::test]
     async fn an_engine_of_another_or_of_unknown_nixl_is_never_touched() {

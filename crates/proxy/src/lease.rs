@@ -196,12 +196,16 @@ impl Drop for Lease {
         }
         // Both engines know of each other: one writes and frees, and nobody could make it free sooner.
         if hold.given && hold.hand_off.mode == TransferMode::Push {
-            hold.core.ledger.close(hold.key, HandOffResult::Pushed);
+            if hold.prefill.spec.notify {
+                hold.core.ledger.enter(hold.key, HandOffState::Releasing);
+                hold.core.tasks.clone().spawn(hold.settle());
+            } else {
+                hold.core.ledger.close(hold.key, HandOffResult::Pushed);
+            }
             return;
         }
         hold.core.ledger.enter(hold.key, HandOffState::Releasing);
-        let tasks = hold.core.tasks.clone();
-        tasks.spawn(hold.release());
+        hold.core.tasks.clone().spawn(hold.release());
     }
 }
 

@@ -63,11 +63,19 @@ impl Place {
         Self { secure, authority, hash: hash.finish() }
     }
 
+    const fn implied_port(&self) -> u16 {
+        if self.secure { 443 } else { 80 }
+    }
+
+    /// Where its connections lead.
+    pub(crate) fn port(&self) -> u16 {
+        self.authority.port_u16().unwrap_or(self.implied_port())
+    }
+
     /// The authority as a `Host` header has it: without a port that the scheme implies.
     fn host(&self) -> &str {
-        let implied = if self.secure { 443 } else { 80 };
         match self.authority.port_u16() {
-            Some(port) if port != implied => self.authority.as_str(),
+            Some(port) if port != self.implied_port() => self.authority.as_str(),
             _ => self.authority.host(),
         }
     }

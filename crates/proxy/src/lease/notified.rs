@@ -1,27 +1,53 @@
 //! The cheapest way to free an unread hand-off: the router tells the prefill engine itself.
-//! Never once a decode engine may be reading: the engine would reuse the blocks under that read.
+//! Never while a decode engine may be reading: the engine would reuse the blocks under that read.
+
+use std::io;
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::Method;
 use kv_connector::protocol::params::Generation;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
 
 use super::Hold;
 use super::release::NUDGES;
 use crate::error::{Stage, UpstreamFailure};
+use crate::metrics::{HandOffResult, Way};
 use crate::notify::{NotNotified, Notice};
 use crate::request::Endpoint;
 use crate::request_id::RequestId;
 use crate::upstream::{Leg, own_headers};
 
+/// How long a decode engine's host may take to say that nobody listens there.
+const REFUSES: Duration = Duration::from_secs(1);
+
 impl Hold {
+    /// Ends a pushed hand-off that a decode engine had: the two settle it, unless that engine runs no more.
+    pub(super) async fn settle(self: Box<Self>) {
+        let released = HandOffResult::Released(Way::Notification);
+        let result = if self.notify().await { released } else { HandOffResult::Pushed };
+        self.core.ledger.close(self.key, result);
+    }
+
+    /// Whether the decode engine that has the hand-off runs no more: its host refuses to connect. Silence proves
+    /// nothing, for the engine may be reading.
+    async fn reader_is_gone(&self) -> bool {
+        let Some(decode) = &self.decode else { return false };
+        let connecting =
+            timeout(REFUSES, TcpStream::connect((decode.host(), decode.wire_place().port()))).await;
+        connecting
+            .is_ok_and(|ended| ended.is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused))
+    }
+
     /// Whether the prefill engine was told.
     pub(super) async fn notify(&self) -> bool {
-        if !self.prefill.spec.notify || self.given {
+        if !self.prefill.spec.notify || (self.given && !self.reader_is_gone().await) {
             return false;
         }
         // The other ways need their time too.
         let deadline = self.order.settings.timeouts.release / 2;
-        match tokio::time::timeout(deadline, self.tell()).await.unwrap_or(Err(NotNotified::Timeout)) {
+        match timeout(deadline, self.tell()).await.unwrap_or(Err(NotNotified::Timeout)) {
             Ok(()) => true,
             Err(error) => {
                 self.core.metrics.not_notified(error.label());
