@@ -3,7 +3,8 @@
 
 use std::time::Duration;
 
-use engine_sim::{EngineConfig, Generation, Leg, Stage};
+use engine_sim::{Engine, EngineConfig, Generation, Leg, Stage};
+use kvbaton::config::Config;
 use serde_json::json;
 
 use crate::support::{
@@ -114,14 +115,102 @@ async fn item_32_before_the_decode_engines_head() {
     between_the_legs(Stage::BeforeHead, false, |_| {}).await;
 }
 
+fn v2(config: &mut EngineConfig) {
+    config.generation = Generation::V2;
+    config.lease = Duration::from_secs(480);
+    config.idle_trap = false;
+}
+
 #[tokio::test]
 async fn item_36_before_a_v2_decode_engine_has_looked_at_the_request() {
-    let v2 = |config: &mut EngineConfig| {
-        config.generation = Generation::V2;
-        config.lease = Duration::from_secs(480);
-        config.idle_trap = false;
-    };
-    between_the_legs(Stage::Arrival, false, v2).await;
+    let cluster = Cluster::builder().engine(v2).config(patient).start().await;
+    let gate = cluster.d().faults().hold(Stage::Arrival, Leg::Decode);
+    let wire = open(&cluster, false, 8).await;
+    gate.arrived(1).await;
+    drop(wire);
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert_eq!(in_flight(&cluster, 1).await, 1);
+    drop(gate);
+    all_is_free(cluster).await;
+}
+
+#[tokio::test]
+async fn while_a_v2_decode_engine_hangs() {
+    let hurried = |config: &mut Config| config.timeouts.release = Duration::from_secs(2);
+    let cluster = Cluster::builder().decode(2).engine(v2).config(hurried).start().await;
+    let gates: Vec<_> =
+        cluster.decode.iter().map(|engine| engine.faults().hold(Stage::Arrival, Leg::Decode)).collect();
+    let wire = open(&cluster, true, 8).await;
+    let asked = async |at: usize| in_flight(&cluster, 1 + at).await == 1;
+    cluster.wait_for("one is asked", async || asked(0).await || asked(1).await).await;
+    drop(wire);
+    let hangs = usize::from(asked(1).await);
+    let mut gates = gates.into_iter().enumerate().partition::<Vec<_>, _>(|(at, _)| *at == hangs);
+    gates.1.clear();
+    let released = async || cluster.metric("kvbaton_handoffs_total", &[("result", "released")]).await == 1.0;
+    cluster.wait_for("the other reads", released).await;
+    cluster.wait_no_blocks().await;
+    drop(gates);
+    cluster.wait_idle().await;
+    cluster.finish().await;
+}
+
+/// A decode engine may take a fifth of it to show that it has the blocks.
+fn patient(config: &mut Config) {
+    config.timeouts.release = Duration::from_secs(60);
+}
+
+/// Version 2 gives the blocks of a request that is aborted to the next one, though what it reads still comes into
+/// them: the next one's answer would be wrong, and that of each later prompt which begins like it.
+async fn while_a_v2_decode_engine_reads(stream: bool) {
+    let cluster = Cluster::builder().engine(v2).config(patient).start().await;
+    assert_eq!(cluster.post(CHAT, &chat("they meet", 2)).await.status, 200);
+    cluster.d().transport_faults().hold_transfers(true);
+    let wire = open(&cluster, stream, 8).await;
+    let reads = async || cluster.d().stats().waiting_for_remote_kv == 1;
+    cluster.wait_for("the decode engine reads", reads).await;
+    drop(wire);
+    // Time for the router to notice.
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert!(reads().await && cluster.d().stats().aborted == 0, "{:?}", cluster.d().stats());
+    cluster.d().transport_faults().hold_transfers(false);
+    cluster.wait_for("it has the blocks", async || cluster.relayed().await == 2.0).await;
+    all_is_free(cluster).await;
+}
+
+#[tokio::test]
+async fn while_a_v2_decode_engine_reads_for_a_stream() {
+    while_a_v2_decode_engine_reads(true).await;
+}
+
+#[tokio::test]
+async fn while_a_v2_decode_engine_reads_for_a_whole_answer() {
+    while_a_v2_decode_engine_reads(false).await;
+}
+
+#[tokio::test]
+async fn v2_decode_engines_that_read_for_nobody_are_let_do_so() {
+    let cluster = Cluster::builder().decode(2).engine(v2).config(patient).start().await;
+    for engine in &cluster.decode {
+        engine.transport_faults().hold_transfers(true);
+    }
+    let gate = cluster.p().faults().hold(Stage::BeforeHead, Leg::Prefill);
+    let wire = open(&cluster, false, 8).await;
+    gate.arrived(1).await;
+    drop(wire);
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    drop(gate);
+    // The second is asked because the first says nothing for so long.
+    let reads = |engine: &Engine| engine.stats().waiting_for_remote_kv == 1;
+    cluster.wait_for("both read", async || cluster.decode.iter().all(reads)).await;
+    cluster.decode[1].transport_faults().hold_transfers(false);
+    let released = async || cluster.metric("kvbaton_handoffs_total", &[("result", "released")]).await == 1.0;
+    cluster.wait_for("one has", released).await;
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let first = cluster.decode[0].stats();
+    assert_eq!((first.waiting_for_remote_kv, first.aborted), (1, 0));
+    cluster.decode[0].transport_faults().hold_transfers(false);
+    all_is_free(cluster).await;
 }
 
 #[tokio::test]

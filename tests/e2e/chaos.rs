@@ -101,8 +101,8 @@ async fn storm(generation: Generation, mode: TransferMode) {
     let foreseen = |line: &&str| generation == Generation::V2 && line.contains("was never registered");
     let deaths: Vec<&str> = deaths.filter(|line| !foreseen(line)).collect();
     assert!(deaths.is_empty(), "seed {seed}: engines died of what they were sent: {deaths:#?}");
-    let story = format!("seed {seed}, {requests} requests, {} deaths: {fates:#?}", weather.kills);
-    assert!(wronged.is_empty(), "{story}\n{wronged:#?}");
+    let story = format!("seed {seed}, {requests} requests, {} deaths: {fates:?}", weather.kills);
+    assert!(wronged.is_empty(), "{wronged:#?}\n{story}");
     assert_eq!(fates.values().sum::<u64>(), requests, "{story}");
     assert!(fates["right"] * 5 > requests && fates["left"] * 5 > requests, "{story}");
     nothing_is_left(cluster, &mut weather, (generation, mode), &story).await;

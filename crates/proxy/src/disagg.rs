@@ -2,6 +2,7 @@
 //! The only place that orders the two legs; everything it calls does one thing.
 
 mod first_leg;
+mod legs;
 mod push;
 mod second_leg;
 mod tries;
@@ -101,7 +102,7 @@ enum Next {
 /// A decode leg, and whose blocks it was to have.
 struct Sent {
     prefill: Option<Arc<Peer>>,
-    answer: push::Sent,
+    answer: legs::Sent,
 }
 
 /// What a decode leg came to.
@@ -211,8 +212,8 @@ impl Core {
             self.pool.prefixes.record(&tries.chunks, peer.routing.key);
             let prefill = lease.as_ref().and_then(Lease::prefill).cloned();
             let answer = match lease {
-                Some(lease) if lease.is_pushed() => {
-                    self.in_turn(order, exchange, in_flight, lease, tries.resent).await
+                Some(lease) if lease.is_followed() => {
+                    self.followed(order, exchange, in_flight, lease, tries.resent).await
                 }
                 lease => self.decode(order, exchange, in_flight, lease, None, tries.resent).await,
             };

@@ -112,6 +112,12 @@ impl UpstreamFailure {
     pub const fn new(stage: Stage, broken: Broken, progress: Progress) -> Self {
         Self { stage, broken, progress, stale: false }
     }
+
+    /// Whether the engine cannot have seen what it was sent.
+    #[must_use]
+    pub const fn is_unseen(&self) -> bool {
+        matches!(self.progress, Progress::NotSent)
+    }
 }
 
 /// Why an answer of a prefill engine holds no hand-off that may reach a decode engine.

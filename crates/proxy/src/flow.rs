@@ -118,7 +118,7 @@ impl Flow {
             // A whole answer has the time in it that its tokens took.
             self.peer.traffic.record(&blocks.at, streams.then_some(took));
             if streams && blocks.bytes > 0 {
-                self.peer.routing.moved(blocks.from, blocks.bytes, took);
+                self.peer.routing.moved(blocks.from, blocks.bytes, took, now);
             }
             self.metrics.took(Took::HandOver, took, self.account.example());
             self.account.tell(|told| told.handed_over = Some(took));

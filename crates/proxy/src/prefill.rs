@@ -4,7 +4,6 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::HeaderMap;
@@ -22,9 +21,6 @@ use crate::pool::peer::{InFlight, Peer};
 use crate::request_id::RequestId;
 use crate::settings::Settings;
 use crate::upstream::{Leg, route};
-
-/// How long abandoned prefills are still heard out when the router ends.
-const LEAVING: Duration = Duration::from_secs(2);
 
 pub(crate) type Answered = Result<(Response<()>, Bytes), UpstreamFailure>;
 
@@ -118,10 +114,6 @@ impl Running {
         let mut showed = None;
         let of_peer = in_flight.peer.spec.abandon_grace;
         let grace = of_peer.unwrap_or(order.settings.hand_off.abandon_grace);
-        let leaving = async {
-            core.stop.cancelled().await;
-            tokio::time::sleep(LEAVING).await;
-        };
         // A decode engine that will not have the blocks ends the prefill; one that has them cannot come first.
         let useless = async {
             if let Some(decode) = &mut decode {
@@ -134,7 +126,7 @@ impl Running {
         };
         let heard = tokio::select! {
             heard = timeout(grace, answer) => heard.ok(),
-            () = leaving => None,
+            () = core.leaves() => None,
             () = useless => None,
         };
         let fate = match heard {

@@ -288,7 +288,7 @@ impl SimulatedRouter {
                 took: now.saturating_duration_since(routed.sent),
                 kv_bytes: each.saturating_mul(tokens),
             };
-            computed.learnt_of(&entered.peer, &self.pool.token_size);
+            computed.learnt_of(&entered.peer, &self.pool.token_size, now);
             self.pool.prefixes.record(&routed.chunks, entered.peer.routing.key);
             routed.handed_off = Some((entered.peer.routing.key, now, computed.kv_bytes));
             entered.peer.succeeded();
@@ -311,8 +311,8 @@ impl SimulatedRouter {
         if let (Some((from, since, bytes)), Some(decode)) = (routed.handed_off.take(), &routed.on_decode)
             && bytes > 0
         {
-            let took = self.pool.surroundings.now().saturating_duration_since(since);
-            decode.peer.routing.moved(from, bytes, took);
+            let now = self.pool.surroundings.now();
+            decode.peer.routing.moved(from, bytes, now.saturating_duration_since(since), now);
         }
     }
 

@@ -144,7 +144,7 @@ impl RelayBody {
 impl Drop for RelayBody {
     fn drop(&mut self) {
         let Kind::Live(live) = &mut self.0 else { return };
-        if let Some(lease) = live.guards.lease.take_if(|lease| lease.is_pushed())
+        if let Some(lease) = live.guards.lease.take_if(|lease| lease.is_followed())
             && let Kind::Live(live) = std::mem::replace(&mut self.0, Kind::Ended)
         {
             let Live { body, guards, events, .. } = *live;

@@ -158,7 +158,8 @@ impl Core {
             }
         };
         exchange.account.step_with(&peer, Step::PrefillAnswered(head.status().as_u16()));
-        let took = began.elapsed();
+        let now = Instant::now();
+        let took = now - began;
         self.metrics.took(Took::Prefill, took, exchange.account.example());
         exchange.account.tell(|told| told.prefilled = Some(took));
         span.say("http.response.status_code", || head.status().as_u16());
@@ -186,7 +187,7 @@ impl Core {
                 self.metrics.decided("disaggregated", "pair");
                 exchange.account.step_with(&peer, Step::HandedOff(hand_off.blocks as u64));
                 self.side_channel_named(&peer, &hand_off);
-                self.learn_prefill(order, &peer, &hand_off, waiting, took);
+                self.learn_prefill(order, &peer, &hand_off, waiting, took, now);
                 self.pool.prefixes.record(&tries.chunks, peer.routing.key);
                 peer.saw_channel(&hand_off);
                 if peer.saw_engine(&hand_off.engine_id)

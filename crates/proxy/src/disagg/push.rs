@@ -1,41 +1,29 @@
 //! Push mode: the prefill engine writes into the decode engine's blocks, which must therefore be told beforehand.
 //! Where it is known what the decode engine has to know of the other, both legs go out at once.
 
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use http::Response;
 use kv_connector::protocol::params::{Generation, TransferMode};
 
-use super::first_leg::SentPrefill;
-use super::second_leg::waiting;
+use super::legs::{Given, Legs, Second, Sent, lost};
 use super::tries::{Stopped, Tries};
 use super::{Exchange, Order};
 use crate::Core;
-use crate::error::{Broken, Progress, ProxyError, Stage, UpstreamFailure};
+use crate::error::{ProxyError, Stage, UpstreamFailure};
 use crate::handoff::{HandedOff, is_private_to_its_host};
-use crate::lease::{DecodeLeg, Lease, Showed};
+use crate::lease::Lease;
 use crate::pool::peer::{InFlight, Peer};
 use crate::prefill::Answered;
-use crate::request_id::RequestId;
 use crate::retry::{self, PrefillFault, Verdict};
 use crate::side_channel::channels::{ChannelAddress, NamedChannel};
 use crate::splice::PromptPart;
-use crate::stream::Guards;
-use crate::wire::EngineBody;
 
 /// What a decode engine is told of a prefill engine that has not answered yet.
 pub(super) struct Pushed {
-    pub(super) raw: Bytes,
-    /// The id of both legs.
-    pub(super) id: RequestId,
+    given: Given,
     engine_id: String,
 }
-
-/// What became of a decode leg: its answer, or what broke and the hand-off that it cannot have seen.
-pub(super) type Sent = Result<(Response<EngineBody>, Guards), (UpstreamFailure, Option<Lease>)>;
 
 /// How two legs at once ended.
 pub(super) enum Both {
@@ -45,46 +33,6 @@ pub(super) enum Both {
     Again(Option<Lease>),
     /// The first leg failed, and another engine may run it: perhaps the same one on another connection.
     AnotherPrefill(Option<InFlight>),
-}
-
-/// Two legs under way. Dropped, they are let come as far as the hand-off and then ended.
-struct Legs {
-    prefill: Option<SentPrefill>,
-    /// What the prefill leg has come to.
-    lease: Option<Lease>,
-    decode: Option<Second>,
-    peer: Arc<Peer>,
-}
-
-/// A decode leg that waits for blocks.
-enum Second {
-    Running(Pin<Box<dyn Future<Output = Sent> + Send>>),
-    /// Its head has come: before any block, with some engines.
-    Headed(Box<(Response<EngineBody>, Guards)>),
-}
-
-impl Drop for Legs {
-    fn drop(&mut self) {
-        let Some(decode) = self.decode.take() else { return };
-        let leg = DecodeLeg { peer: Arc::clone(&self.peer), shows: Box::pin(shown(decode)) };
-        match (self.prefill.take(), self.lease.take()) {
-            (Some(prefill), _) => prefill.leg.abandon_with(leg),
-            (None, Some(lease)) => lease.follow(leg),
-            (None, None) => {}
-        }
-    }
-}
-
-/// What a decode leg shows of the blocks that it waits for.
-async fn shown(decode: Second) -> Showed {
-    let sent = match decode {
-        Second::Headed(answered) => Ok(*answered),
-        Second::Running(running) => running.await.map_err(|(failure, _)| failure),
-    };
-    match sent {
-        Ok((answer, guards)) => Showed::answer(answer, guards).await,
-        Err(failure) => Showed::failure(failure),
-    }
 }
 
 impl Core {
@@ -132,7 +80,8 @@ impl Core {
             part: PromptPart::default(),
         };
         let announced = announced.by_way_of(order.settings.hand_off.registry_address.as_ref()).ok()?;
-        Some(Pushed { raw: self.hand_off_for(&announced, decode), id, engine_id: announced.engine_id })
+        let given = Given { raw: self.hand_off_for(&announced, decode), id: Some(id) };
+        Some(Pushed { given, engine_id: announced.engine_id })
     }
 
     /// Both legs at once. The first that fails ends the other; where both do, the prefill engine's word counts.
@@ -149,14 +98,15 @@ impl Core {
         tries: &mut Tries,
     ) -> Result<Both, Stopped> {
         let (of_prefill, of_decode) = (Arc::clone(&prefill.peer), Arc::clone(&decode.peer));
-        let engine_id = pushed.engine_id.clone();
-        let sent = self.send_prefill(order, exchange, prefill, Some(&pushed.id), tries);
+        let Pushed { given, engine_id } = pushed;
+        let sent = self.send_prefill(order, exchange, prefill, given.id.as_ref(), tries);
         let second = {
             let (core, order, exchange) = (Arc::clone(self), order.clone(), exchange.clone());
-            Box::pin(async move { core.decode(&order, &exchange, decode, None, Some(&pushed), false).await })
+            Box::pin(async move { core.decode(&order, &exchange, decode, None, Some(&given), false).await })
         };
         let decode = Some(Second::Running(second));
-        let mut legs = Legs { prefill: Some(sent), lease: None, decode, peer: Arc::clone(&of_decode) };
+        let core = Arc::clone(self);
+        let mut legs = Legs { core, prefill: Some(sent), lease: None, decode, peer: Arc::clone(&of_decode) };
         let mut unsent = None;
         let answered = match first_of_both(&mut legs).await {
             Ok(answered) => answered,
@@ -183,7 +133,7 @@ impl Core {
             (Ok(Ok(Some(lease))), None) if lease.engine_id() == Some(&engine_id) => {
                 self.metrics.pushed("at_once");
                 exchange.account.prefilled();
-                return Ok(Both::Sent(Box::new(join(lease, legs).await)));
+                return Ok(Both::Sent(Box::new(legs.join(lease).await)));
             }
             // Another engine than the one that the decode engine was told of, or nothing to write.
             (Ok(Ok(lease)), _) => {
@@ -219,37 +169,7 @@ impl Core {
     /// How a decode leg failed whose engine cannot have seen it, if another engine could have the blocks instead.
     fn was_unsent(&self, sent: &Sent) -> Option<UpstreamFailure> {
         let failure = sent.as_ref().err()?.0;
-        let unsent = retry::after_decode(failure) == Verdict::AgainWithTheSameHandOff;
-        (unsent && self.pool.ready_peers(Stage::Decode).len() > 1).then_some(failure)
-    }
-
-    /// The decode leg to the blocks of an engine that pushes, where the two cannot go out at once.
-    pub(super) async fn in_turn(
-        self: &Arc<Self>,
-        order: &Order,
-        exchange: &Exchange,
-        in_flight: InFlight,
-        lease: Lease,
-        anew: bool,
-    ) -> Sent {
-        let peer = Arc::clone(&in_flight.peer);
-        let Some(pushed) = Pushed::of(&lease, &peer) else { return Err((lost(), None)) };
-        self.metrics.pushed("in_turn");
-        exchange.account.tell(|told| told.prefill = lease.prefill().cloned());
-        let (core, order, exchange) = (Arc::clone(self), order.clone(), exchange.clone());
-        let second =
-            Box::pin(
-                async move { core.decode(&order, &exchange, in_flight, None, Some(&pushed), anew).await },
-            );
-        let decode = Some(Second::Running(second));
-        join(lease, Legs { prefill: None, lease: None, decode, peer }).await
-    }
-}
-
-impl Pushed {
-    fn of(lease: &Lease, decode: &Peer) -> Option<Self> {
-        let (raw, id) = (lease.raw_for(decode)?, lease.shared_id()?.clone());
-        Some(Self { raw, id, engine_id: lease.engine_id()?.to_owned() })
+        (failure.is_unseen() && self.pool.ready_peers(Stage::Decode).len() > 1).then_some(failure)
     }
 }
 
@@ -270,48 +190,6 @@ async fn first_of_both(legs: &mut Legs) -> Result<Answered, Box<Sent>> {
                     return Err(Box::new(failed));
                 }
             },
-        }
-    }
-}
-
-/// A leg that is not there.
-const fn lost() -> UpstreamFailure {
-    UpstreamFailure::new(Stage::Prefill, Broken::Reset, Progress::NotSent)
-}
-
-/// The decode engine's answer, with the hand-off that has been granted meanwhile.
-async fn join(mut lease: Lease, mut legs: Legs) -> Sent {
-    lease.dispatched(&legs.peer);
-    legs.lease = Some(lease);
-    let sent = match &mut legs.decode {
-        Some(Second::Running(decode)) => decode.as_mut().await,
-        _ => Err((lost(), None)),
-    };
-    let sent = match legs.decode.take() {
-        Some(Second::Headed(answered)) => Ok(*answered),
-        _ => sent,
-    };
-    let Some(lease) = legs.lease.take() else { return sent };
-    match sent {
-        Ok((answer, mut guards)) if answer.status().is_success() => {
-            guards.part = lease.part();
-            if let Some(waiting) = waiting(&lease) {
-                guards.flow.waits_for(waiting);
-            }
-            guards.lease = Some(lease);
-            Ok((answer, guards))
-        }
-        Ok((answer, guards)) => {
-            let refused = answer.status().is_client_error();
-            lease.showed(if refused { Showed::Refused } else { Showed::Failed });
-            Ok((answer, guards))
-        }
-        Err((failure, _)) if retry::after_decode(failure) == Verdict::AgainWithTheSameHandOff => {
-            Err((failure, Some(lease.unseen())))
-        }
-        Err((failure, _)) => {
-            lease.showed(Showed::failure(failure));
-            Err((failure, None))
         }
     }
 }

@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
-use http::{Method, Response, StatusCode};
+use http::{Method, Response};
 
-use super::push::Pushed;
+use super::legs::{Given, blame};
 use super::{Exchange, Order};
 use crate::Core;
 use crate::error::{Broken, ProxyError, Stage, UpstreamFailure};
@@ -14,13 +14,12 @@ use crate::lease::Lease;
 use crate::pool::peer::{InFlight, Peer};
 use crate::relay::decode_headers;
 use crate::request_id::X_REQUEST_ID;
-use crate::retry::{self, Verdict};
 use crate::stream::Guards;
 use crate::upstream::Leg;
 use crate::wire::EngineBody;
 
 impl Core {
-    /// One try of the second leg, with a lease, or, in push mode, with what the engine is told instead.
+    /// One try of the second leg, with a lease, or with what the engine is told where that is held beside the leg.
     ///
     /// # Errors
     /// What broke before the head came, with the lease if its hand-off cannot have been seen.
@@ -30,24 +29,24 @@ impl Core {
         exchange: &Exchange,
         in_flight: InFlight,
         mut lease: Option<Lease>,
-        pushed: Option<&Pushed>,
+        given: Option<&Given>,
         anew: bool,
     ) -> Result<(Response<EngineBody>, Guards), (UpstreamFailure, Option<Lease>)> {
         let peer = Arc::clone(&in_flight.peer);
         let handed_over = lease.as_ref().and_then(waiting);
         let part = lease.as_ref().and_then(Lease::part);
         exchange.account.tell(|told| {
-            if pushed.is_none() {
+            if given.is_none() {
                 told.prefill = lease.as_ref().and_then(Lease::prefill).cloned();
             }
             told.decode = Some(Arc::clone(&peer));
         });
         let mut headers = decode_headers(&order.settings, exchange);
-        if let Some(pushed) = pushed {
-            headers.insert(X_REQUEST_ID, pushed.id.header_value());
+        if let Some(id) = given.and_then(|given| given.id.as_ref()) {
+            headers.insert(X_REQUEST_ID, id.header_value());
         }
-        let hand_off = match pushed {
-            Some(pushed) => Some(pushed.raw.clone()),
+        let hand_off = match given {
+            Some(given) => Some(given.raw.clone()),
             None => lease.as_ref().and_then(|lease| lease.raw_for(&peer)),
         };
         let span = exchange.account.leg(Stage::Decode, &peer, &mut headers);
@@ -71,21 +70,12 @@ impl Core {
             Ok(answer) => answer,
             Err(failure) => {
                 flow.failed(failure.broken.label());
-                let unseen = retry::after_decode(failure) == Verdict::AgainWithTheSameHandOff;
-                return Err((failure, lease.filter(|_| unseen).map(Lease::unseen)));
+                return Err((failure, lease.filter(|_| failure.is_unseen()).map(Lease::unseen)));
             }
         };
         flow.answered(answer.status().as_u16());
-        if answer.status().is_server_error() {
-            match &lease {
-                // With this status an engine also says that it could not read the blocks.
-                Some(lease) if answer.status() == StatusCode::INTERNAL_SERVER_ERROR => {
-                    lease.was_not_read_by(&peer)
-                }
-                // Blocks that never came may be the prefill engine's fault.
-                None if pushed.is_some() => {}
-                _ => peer.blamed(),
-            }
+        if given.is_none() {
+            blame(&peer, answer.status(), lease.as_ref());
         }
         if !answer.status().is_success() {
             // Some refusals reach P by themselves and some do not; telling P twice is harmless.

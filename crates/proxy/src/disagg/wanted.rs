@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use http::Response;
 use http::header::{HeaderName, HeaderValue};
+use tokio::time::Instant;
 
 use super::tries::Tries;
 use super::{Exchange, Order};
@@ -167,6 +168,7 @@ impl Core {
         hand_off: &HandedOff,
         waiting: u64,
         took: Duration,
+        now: Instant,
     ) {
         let Some(tokens) = hand_off.prompt_tokens else { return };
         let engine = self.registry.engine(&hand_off.engine_id);
@@ -179,6 +181,6 @@ impl Core {
             took,
             kv_bytes: each.saturating_mul(hand_off.blocks as u64),
         };
-        computed.learnt_of(peer, &self.pool.token_size);
+        computed.learnt_of(peer, &self.pool.token_size, now);
     }
 }

@@ -107,6 +107,11 @@ impl<'a> Attempts<'a> {
         None
     }
 
+    /// Lets those that run come to their end.
+    async fn all(&mut self) {
+        while self.next().await.is_some() {}
+    }
+
     /// How many ask a peer, and how long ago the latest of them began.
     fn at(&self, peer: &Arc<Peer>) -> (usize, Option<Duration>) {
         let at_peer = || self.asked.values().filter(|(asked, _)| Arc::ptr_eq(asked, peer));
@@ -163,7 +168,15 @@ impl Hold {
             pause = LONGEST_PAUSE.min(pause * 2);
         };
         span.say("kvbaton.release.way", || way.label());
+        drop(span);
         hold.core.ledger.close(hold.key, HandOffResult::Released(way));
+        // One of version 2 that is told to stop gives away the blocks that it reads into.
+        if hold.hand_off.generation == Generation::V2 {
+            tokio::select! {
+                () = attempts.all() => {}
+                () = hold.core.leaves() => {}
+            }
+        }
     }
 
     fn strand(&self) {

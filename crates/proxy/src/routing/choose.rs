@@ -77,7 +77,8 @@ impl Pool {
                 if !self.fits_by(&matrix, of_prefill.peer, of_decode.peer) {
                     continue;
                 }
-                let between = facts::of_pair(of_prefill.peer, of_decode.peer, wanted.prompt_tokens, settings);
+                let between =
+                    facts::of_pair(of_prefill.peer, of_decode.peer, wanted.prompt_tokens, settings, now);
                 let cost = score::cost(&ask, p_facts, d_facts, &between, &weights);
                 pairs.push(Scored { prefill: p, decode: d, cost, total: cost.total() });
             }
@@ -209,7 +210,7 @@ impl Pool {
             let cost = |peer: &Peer| match (stage, partner) {
                 (Stage::Prefill, Some(decode)) => {
                     let p = facts::of_prefill(peer, wanted.cached(peer), settings, now);
-                    let between = facts::of_pair(peer, decode, wanted.prompt_tokens, settings);
+                    let between = facts::of_pair(peer, decode, wanted.prompt_tokens, settings, now);
                     score::cost(&ask, &p, &facts::of_decode(decode, settings, now), &between, &weights)
                         .total()
                 }

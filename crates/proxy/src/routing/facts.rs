@@ -10,7 +10,7 @@ use parking_lot::RwLock;
 use tokio::time::Instant;
 
 use super::PeerKey;
-use super::rates::{Learnt, Line, Rate};
+use super::rates::{Dated, Learnt, Rate};
 use super::score::{DecodeFacts, PairFacts, PrefillFacts};
 use super::settings::RoutingSettings;
 use crate::pool::peer::Peer;
@@ -34,7 +34,7 @@ pub(crate) struct Facts {
     /// Bytes of KV for a prompt token; not a number while it is not known.
     token_bytes: AtomicU64,
     /// By prefill partner, bytes to seconds.
-    partners: RwLock<HashMap<PeerKey, Line, RandomState>>,
+    partners: RwLock<HashMap<PeerKey, Dated, RandomState>>,
 }
 
 impl Default for Facts {
@@ -64,8 +64,8 @@ impl Facts {
     }
 
     /// A prompt was computed, behind others: so many tokens in all took so long.
-    pub(crate) fn prefilled(&self, tokens: u64, took: Duration) {
-        self.prefill.learn(tokens as f64, took.as_secs_f64());
+    pub(crate) fn prefilled(&self, tokens: u64, took: Duration, now: Instant) {
+        self.prefill.learn(tokens as f64, took.as_secs_f64(), now);
     }
 
     /// A prompt of so many tokens has so many bytes of KV.
@@ -76,16 +76,16 @@ impl Facts {
     }
 
     /// This decode peer has read so many bytes from that prefill peer in so long.
-    pub(crate) fn moved(&self, prefill: PeerKey, bytes: u64, took: Duration) {
+    pub(crate) fn moved(&self, prefill: PeerKey, bytes: u64, took: Duration, now: Instant) {
         let mut partners = self.partners.write();
         if partners.len() >= MOST_PARTNERS && !partners.contains_key(&prefill) {
             partners.clear();
         }
-        partners.entry(prefill).or_default().learn(bytes as f64, took.as_secs_f64());
+        partners.entry(prefill).or_default().learn(bytes as f64, took.as_secs_f64(), now);
     }
 
-    fn rate_from(&self, prefill: PeerKey) -> Option<Rate> {
-        self.partners.read().get(&prefill)?.rate()
+    fn rate_from(&self, prefill: PeerKey, now: Instant) -> Option<Rate> {
+        self.partners.read().get(&prefill)?.rate(now)
     }
 
     fn token_bytes(&self) -> Option<f64> {
@@ -110,7 +110,7 @@ pub(crate) fn of_prefill(peer: &Peer, cached: f64, settings: &RoutingSettings, n
         waiting_tokens: peer.routing.waiting_tokens() as f64,
         others,
         cached_tokens: cached,
-        rate: peer.routing.prefill.rate(),
+        rate: peer.routing.prefill.rate(now),
         share: peer.health.share(now),
     }
 }
@@ -136,10 +136,16 @@ pub(crate) fn of_decode(peer: &Peer, settings: &RoutingSettings, now: Instant) -
 }
 
 /// What is known of a pair for a prompt of so many tokens.
-pub(crate) fn of_pair(prefill: &Peer, decode: &Peer, tokens: f64, settings: &RoutingSettings) -> PairFacts {
+pub(crate) fn of_pair(
+    prefill: &Peer,
+    decode: &Peer,
+    tokens: f64,
+    settings: &RoutingSettings,
+    now: Instant,
+) -> PairFacts {
     PairFacts {
         bytes: prefill.routing.token_bytes().map(|each| each * tokens),
-        rate: decode.routing.rate_from(prefill.routing.key),
+        rate: decode.routing.rate_from(prefill.routing.key, now),
         distance: distance(prefill, decode, settings),
     }
 }
@@ -170,13 +176,13 @@ pub(crate) struct Computed {
 
 impl Computed {
     /// Keeps what it says of the engine, and of the length of tokens.
-    pub(crate) fn learnt_of(&self, peer: &Peer, size: &TokenSize) {
+    pub(crate) fn learnt_of(&self, peer: &Peer, size: &TokenSize, now: Instant) {
         let estimated = size.tokens(self.prompt_bytes) as u64;
         size.learn(self.prompt_bytes, self.tokens);
         let uncached = self.tokens.saturating_sub(self.cached);
         let ahead = self.waiting.saturating_sub(estimated);
         if uncached > 0 {
-            peer.routing.prefilled(ahead + uncached, self.took);
+            peer.routing.prefilled(ahead + uncached, self.took, now);
         }
         peer.routing.handed_off(self.tokens, self.kv_bytes);
     }

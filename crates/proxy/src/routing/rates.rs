@@ -1,15 +1,23 @@
 //! How long work takes, learnt from what it took: a line through the last observations, whose start is the cost of
 //! any exchange and whose slope is the cost of one more token or byte. Pure; reads no clock.
+//!
+//! Whoever was slow once is not asked again while others are faster, so that nothing more would be learnt of them:
+//! what nobody has confirmed for a while is not known any more, and weighs little in what is learnt next.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use parking_lot::Mutex;
+use tokio::time::Instant;
 
 /// How much of its weight an observation has after the next one.
 const KEPT: f64 = 0.95;
 
 /// How many observations a line needs.
 const LEAST: f64 = 3.0;
+
+/// How long a line is believed after its last observation.
+const LASTS: Duration = Duration::from_secs(60);
 
 /// Below this spread of the sizes, relative to their mean, their slope is noise.
 const LEAST_SPREAD: f64 = 0.1;
@@ -46,6 +54,14 @@ impl Line {
         self.xy = self.xy * KEPT + size * seconds;
     }
 
+    /// All of them count as one from now on.
+    fn fade(&mut self) {
+        let part = self.count.max(1.0).recip();
+        for sum in [&mut self.count, &mut self.x, &mut self.y, &mut self.xx, &mut self.xy] {
+            *sum *= part;
+        }
+    }
+
     /// What they say; none while there are too few.
     #[must_use]
     pub fn rate(&self) -> Option<Rate> {
@@ -63,37 +79,71 @@ impl Line {
     }
 }
 
-/// A line that is read far more often than it learns.
+/// A line and the time of its last observation.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Dated {
+    line: Line,
+    last: Option<Instant>,
+}
+
+impl Dated {
+    pub(crate) fn learn(&mut self, size: f64, seconds: f64, now: Instant) {
+        if !self.is_fresh(now) {
+            self.line.fade();
+        }
+        self.line.learn(size, seconds);
+        self.last = Some(now);
+    }
+
+    pub(crate) fn rate(&self, now: Instant) -> Option<Rate> {
+        self.line.rate().filter(|_| self.is_fresh(now))
+    }
+
+    fn is_fresh(&self, now: Instant) -> bool {
+        self.last.is_some_and(|last| now.saturating_duration_since(last) < LASTS)
+    }
+}
+
+/// A dated line that is read far more often than it learns.
 #[derive(Debug)]
 pub(crate) struct Learnt {
-    line: Mutex<Line>,
+    line: Mutex<Dated>,
     start: AtomicU64,
     /// Not a number while there is none.
     each: AtomicU64,
+    /// Of the last observation, in milliseconds since this was made.
+    last: AtomicU64,
+    made: Instant,
 }
 
 impl Default for Learnt {
     fn default() -> Self {
         let nothing = || AtomicU64::new(f64::NAN.to_bits());
-        Self { line: Mutex::default(), start: nothing(), each: nothing() }
+        let (line, last) = (Mutex::default(), AtomicU64::new(0));
+        Self { line, start: nothing(), each: nothing(), last, made: Instant::now() }
     }
 }
 
 impl Learnt {
-    pub(crate) fn learn(&self, size: f64, seconds: f64) {
+    pub(crate) fn learn(&self, size: f64, seconds: f64, now: Instant) {
         let mut line = self.line.lock();
-        line.learn(size, seconds);
-        if let Some(rate) = line.rate() {
-            self.start.store(rate.start.to_bits(), Ordering::Relaxed);
-            self.each.store(rate.each.to_bits(), Ordering::Relaxed);
-        }
+        line.learn(size, seconds, now);
+        let rate = line.rate(now).unwrap_or(Rate { start: f64::NAN, each: f64::NAN });
+        self.start.store(rate.start.to_bits(), Ordering::Relaxed);
+        self.each.store(rate.each.to_bits(), Ordering::Relaxed);
+        self.last.store(self.age(now), Ordering::Relaxed);
     }
 
-    /// Both numbers may be of neighbouring moments, which differ little.
-    pub(crate) fn rate(&self) -> Option<Rate> {
+    /// The numbers may be of neighbouring moments, which differ little.
+    pub(crate) fn rate(&self, now: Instant) -> Option<Rate> {
         let number = |bits: &AtomicU64| f64::from_bits(bits.load(Ordering::Relaxed));
         let rate = Rate { start: number(&self.start), each: number(&self.each) };
-        (!rate.each.is_nan() && !rate.start.is_nan()).then_some(rate)
+        let is_fresh = self.age(now) < self.last.load(Ordering::Relaxed) + LASTS.as_millis() as u64;
+        (is_fresh && !rate.each.is_nan() && !rate.start.is_nan()).then_some(rate)
+    }
+
+    fn age(&self, now: Instant) -> u64 {
+        now.saturating_duration_since(self.made).as_millis() as u64
     }
 }
 
@@ -127,11 +177,11 @@ mod tests {
         fn whatever_is_learnt_a_rate_is_a_number_above_zero(
             seen in proptest::collection::vec((any::<f64>(), any::<f64>()), 0..30),
         ) {
-            let learnt = Learnt::default();
+            let (learnt, now) = (Learnt::default(), Instant::now());
             for (size, seconds) in seen {
-                learnt.learn(size.abs() % 1e12, seconds.abs() % 1e6);
+                learnt.learn(size.abs() % 1e12, seconds.abs() % 1e6, now);
             }
-            if let Some(rate) = learnt.rate() {
+            if let Some(rate) = learnt.rate(now) {
                 prop_assert!(rate.start >= 0.0 && rate.start.is_finite());
                 prop_assert!(rate.each >= 0.0 && rate.each.is_finite());
             }
@@ -140,14 +190,29 @@ mod tests {
 
     #[test]
     fn equal_sizes_give_their_mean_and_few_give_nothing() {
-        let learnt = Learnt::default();
+        let (learnt, now) = (Learnt::default(), Instant::now());
         for seconds in [0.1, 0.1] {
-            learnt.learn(1000.0, seconds);
-            assert_eq!(learnt.rate(), None);
+            learnt.learn(1000.0, seconds, now);
+            assert_eq!(learnt.rate(now), None);
         }
-        learnt.learn(1000.0, 0.1);
-        let rate = learnt.rate().unwrap();
+        learnt.learn(1000.0, 0.1, now);
+        let rate = learnt.rate(now).unwrap();
         assert!(rate.start == 0.0 && (rate.each - 1e-4).abs() < 1e-12, "{rate:?}");
+    }
+
+    #[test]
+    fn what_nobody_confirms_is_forgotten_and_soon_outweighed() {
+        let (learnt, began) = (Learnt::default(), Instant::now());
+        (0..100).for_each(|_| learnt.learn(1000.0, 10.0, began));
+        let before = began + LASTS - Duration::from_millis(10);
+        assert!((learnt.rate(before).unwrap().each - 1e-2).abs() < 1e-9);
+        let now = began + LASTS;
+        assert_eq!(learnt.rate(now), None);
+        learnt.learn(1000.0, 0.1, now);
+        assert_eq!(learnt.rate(now), None, "one of then and one of now");
+        learnt.learn(1000.0, 0.1, now);
+        let rate = learnt.rate(now).unwrap();
+        assert!(rate.each < 0.36e-2, "{rate:?}");
     }
 
     #[test]

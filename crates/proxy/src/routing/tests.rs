@@ -10,6 +10,7 @@ use super::candidates::Wanted;
 use super::choose::Chosen;
 use super::prefix::Matched;
 use super::settings::{Disaggregation, DisaggregationMode, Policy, RoutingSettings};
+use super::surroundings::Surroundings;
 use crate::dial::Dials;
 use crate::error::{ProxyError, Stage};
 use crate::pool::Pool;
@@ -114,17 +115,23 @@ async fn among_many_a_session_keeps_its_engines() {
 
 #[tokio::test]
 async fn a_slower_or_busier_engine_is_passed_over_and_a_short_prompt_stays() {
-    let pool = fleet(2);
+    let mut pool = fleet(2);
+    pool.surroundings = Surroundings::simulated(1);
     let settings = RoutingSettings::default();
     let slow = pool.all().into_iter().find(|peer| peer.spec.role == Role::Prefill).unwrap();
     for peer in pool.all() {
         let millis = if Arc::ptr_eq(&peer, &slow) { 1000 } else { 100 };
-        (0..5).for_each(|_| peer.routing.prefilled(1000, Duration::from_millis(millis)));
+        (0..5).for_each(|_| peer.routing.prefilled(1000, Duration::from_millis(millis), Instant::now()));
     }
     for _ in 0..10 {
         let chosen = choose(&pool, "common", &settings, None).unwrap();
         assert_ne!(chosen.prefill.unwrap().peer.id, slow.id);
     }
+    // An engine of which nothing was learnt for long is asked again.
+    pool.surroundings.tell(Duration::from_secs(61));
+    let later = (0..10).map(|_| choose(&pool, "common", &settings, None).unwrap().prefill.unwrap());
+    assert!(later.into_iter().any(|prefill| prefill.peer.id == slow.id));
+    pool.surroundings.tell(Duration::ZERO);
     // Ten prompts that wait at the fast one cost as much.
     let waiting: Vec<_> = (0..12).map(|_| choose(&pool, "common", &settings, None).unwrap()).collect();
     assert!(waiting.iter().any(|chosen| chosen.prefill.as_ref().unwrap().peer.id == slow.id));
