@@ -188,8 +188,7 @@ pub fn elements(raw: &str) -> Result<Vec<Range<usize>>, JsonFault> {
 /// # Errors
 /// The first fault before the first member; later ones come from the iterator.
 pub fn members(body: &[u8]) -> Result<Members<'_>, JsonFault> {
-    let text = std::str::from_utf8(body).map_err(|error| JsonFaultKind::Utf8.at(error.valid_up_to()))?;
-    Members::open(text)
+    Fields::of(body).map(Members)
 }
 
 /// The members of one object in order, duplicates included; ends after the first fault.
@@ -283,6 +282,15 @@ impl<'a> Fields<'a> {
     /// `NotAnObject`, `UnexpectedByte` or `UnexpectedEnd` when the text does not begin with an object.
     pub fn open(text: &'a str) -> Result<Self, JsonFault> {
         Self::start(text, 0, 1, true)
+    }
+
+    /// Those of the object that `body` is, which is checked to be UTF-8.
+    ///
+    /// # Errors
+    /// `Utf8` there, or as [`Fields::open`].
+    pub fn of(body: &'a [u8]) -> Result<Self, JsonFault> {
+        let text = std::str::from_utf8(body).map_err(|error| JsonFaultKind::Utf8.at(error.valid_up_to()))?;
+        Self::open(text)
     }
 
     /// Those of the object that is the next value of `self`, which goes on where they end ([`Fields::resume`]).

@@ -67,7 +67,7 @@ impl Place {
         if self.secure { 443 } else { 80 }
     }
 
-    /// Where its connections lead.
+    /// The port that it listens on.
     pub(crate) fn port(&self) -> u16 {
         self.authority.port_u16().unwrap_or(self.implied_port())
     }

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use kv_connector::protocol::handoff::{HandOff, HandOffDefect};
 
 use super::Splicer;
-use crate::json::{Fields, JsonFault, JsonFaultKind, Kind, Member, Members, members, push_string};
+use crate::json::{Fields, JsonFault, Kind, Member, Members, members, push_string};
 
 const HAND_OFF: &str = "kv_transfer_params";
 
@@ -49,9 +49,7 @@ impl PrefillAnswer {
     /// When the body is not one JSON object.
     pub fn parse(body: &Bytes) -> Result<Self, AnswerDefect> {
         let mut answer = Self::default();
-        let utf8 =
-            |error: std::str::Utf8Error| JsonFault { offset: error.valid_up_to(), kind: JsonFaultKind::Utf8 };
-        let mut fields = Fields::open(std::str::from_utf8(body).map_err(utf8)?)?;
+        let mut fields = Fields::of(body)?;
         while let Some(key) = fields.key()? {
             // Read where it stands: it is long, and every byte of it is looked at once.
             if key.is(HAND_OFF) && fields.rest().starts_with('{') {
