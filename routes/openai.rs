@@ -44,14 +44,11 @@ pub(crate) async fn answer(
     let order = proxy.read(endpoint, &exchange, body)?;
     let (interval, account) = (state.limits.now().keep_alive, exchange.account.clone());
     let streams = order.wants_stream();
-    let served = async move {
-        let answer = proxy.serve(order, exchange).await?;
-        Ok(answer.map(Body::new))
-    };
     let mut response = if streams && !interval.is_zero() {
-        keep_alive::answered(Box::pin(served), endpoint, account, interval).await?
+        let served = Box::pin(async move { Ok(proxy.serve(order, exchange).await?.map(Body::new)) });
+        keep_alive::answered(served, endpoint, account, interval).await?
     } else {
-        served.await?
+        proxy.serve(order, exchange).await?.map(Body::new)
     };
     if streams {
         response.extensions_mut().insert(Streamed);

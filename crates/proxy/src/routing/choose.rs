@@ -9,6 +9,7 @@ use super::candidates::{Asked, Seat, Wanted};
 use super::decide::{self, Stays};
 use super::facts;
 use super::pick::{Candidate, Keyed, most_alike, pick};
+use super::rates::Date;
 use super::roster::Roster;
 use super::score::{self, Ask, Cost, DecodeFacts, PairFacts, PrefillFacts, Weights};
 use super::settings::{Disaggregation, Policy};
@@ -60,14 +61,15 @@ impl Table<'_> {
 impl Pool {
     /// All pairs of the peers that could have a request, with their costs.
     pub(super) fn table<'a>(&self, wanted: &Wanted<'_>, roster: &'a Roster, now: Instant) -> Table<'a> {
-        let settings = wanted.settings;
+        let (settings, date) = (wanted.settings, Date::of(now));
         let weights = settings.weights();
         let seats = self.seats(Stage::Decode, wanted, roster, now);
         let decode: Vec<_> =
             seats.into_iter().map(|seat| (seat, facts::of_decode(seat.peer, settings, now))).collect();
         let seats = self.seats(Stage::Prefill, wanted, roster, now);
-        let of_prefill =
-            |seat: Seat<'a>| (seat, facts::of_prefill(seat.peer, wanted.cached(seat.peer), settings, now));
+        let of_prefill = |seat: Seat<'a>| {
+            (seat, facts::of_prefill(seat.peer, wanted.cached(seat.peer), settings, (now, date)))
+        };
         let prefill: Vec<_> = seats.into_iter().map(of_prefill).collect();
         let ask = Ask { prompt_tokens: wanted.prompt_tokens };
         let mut pairs = Vec::with_capacity(prefill.len() * decode.len());
@@ -78,7 +80,7 @@ impl Pool {
                     continue;
                 }
                 let between =
-                    facts::of_pair(of_prefill.peer, of_decode.peer, wanted.prompt_tokens, settings, now);
+                    facts::of_pair(of_prefill.peer, of_decode.peer, wanted.prompt_tokens, settings, date);
                 let cost = score::cost(&ask, p_facts, d_facts, &between, &weights);
                 pairs.push(Scored { prefill: p, decode: d, cost, total: cost.total() });
             }
@@ -203,14 +205,15 @@ impl Pool {
             if policy == Policy::Joint && partner.is_some() { Policy::PrefixAffinity } else { policy };
         for _ in 0..TRIES {
             let now = self.surroundings.now();
+            let date = Date::of(now);
             let mut seats = self.seats(stage, wanted, &roster, now);
             seats.retain(|seat| fits(seat.peer));
             let Some(first_tier) = seats.iter().map(Seat::tier).min() else { break };
             seats.retain(|seat| seat.tier() == first_tier);
             let cost = |peer: &Peer| match (stage, partner) {
                 (Stage::Prefill, Some(decode)) => {
-                    let p = facts::of_prefill(peer, wanted.cached(peer), settings, now);
-                    let between = facts::of_pair(peer, decode, wanted.prompt_tokens, settings, now);
+                    let p = facts::of_prefill(peer, wanted.cached(peer), settings, (now, date));
+                    let between = facts::of_pair(peer, decode, wanted.prompt_tokens, settings, date);
                     score::cost(&ask, &p, &facts::of_decode(decode, settings, now), &between, &weights)
                         .total()
                 }

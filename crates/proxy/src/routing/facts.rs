@@ -10,7 +10,7 @@ use parking_lot::RwLock;
 use tokio::time::Instant;
 
 use super::PeerKey;
-use super::rates::{Dated, Learnt, Rate};
+use super::rates::{Date, Dated, Learnt, Rate};
 use super::score::{DecodeFacts, PairFacts, PrefillFacts};
 use super::settings::RoutingSettings;
 use crate::pool::peer::Peer;
@@ -65,7 +65,7 @@ impl Facts {
 
     /// A prompt was computed, behind others: so many tokens in all took so long.
     pub(crate) fn prefilled(&self, tokens: u64, took: Duration, now: Instant) {
-        self.prefill.learn(tokens as f64, took.as_secs_f64(), now);
+        self.prefill.learn(tokens as f64, took.as_secs_f64(), Date::of(now));
     }
 
     /// A prompt of so many tokens has so many bytes of KV.
@@ -81,10 +81,10 @@ impl Facts {
         if partners.len() >= MOST_PARTNERS && !partners.contains_key(&prefill) {
             partners.clear();
         }
-        partners.entry(prefill).or_default().learn(bytes as f64, took.as_secs_f64(), now);
+        partners.entry(prefill).or_default().learn(bytes as f64, took.as_secs_f64(), Date::of(now));
     }
 
-    fn rate_from(&self, prefill: PeerKey, now: Instant) -> Option<Rate> {
+    fn rate_from(&self, prefill: PeerKey, now: Date) -> Option<Rate> {
         self.partners.read().get(&prefill)?.rate(now)
     }
 
@@ -100,7 +100,12 @@ fn freshness(age: Duration, half_life: Duration) -> f64 {
 }
 
 /// What is known of a prefill peer; `cached` are the prompt tokens that it probably has.
-pub(crate) fn of_prefill(peer: &Peer, cached: f64, settings: &RoutingSettings, now: Instant) -> PrefillFacts {
+pub(crate) fn of_prefill(
+    peer: &Peer,
+    cached: f64,
+    settings: &RoutingSettings,
+    (now, date): (Instant, Date),
+) -> PrefillFacts {
     let load = peer.load.load();
     let others = load.as_ref().map_or(0.0, |load| {
         let more = (load.running + load.waiting).saturating_sub(load.ours);
@@ -110,7 +115,7 @@ pub(crate) fn of_prefill(peer: &Peer, cached: f64, settings: &RoutingSettings, n
         waiting_tokens: peer.routing.waiting_tokens() as f64,
         others,
         cached_tokens: cached,
-        rate: peer.routing.prefill.rate(now),
+        rate: peer.routing.prefill.rate(date),
         share: peer.health.share(now),
     }
 }
@@ -141,7 +146,7 @@ pub(crate) fn of_pair(
     decode: &Peer,
     tokens: f64,
     settings: &RoutingSettings,
-    now: Instant,
+    now: Date,
 ) -> PairFacts {
     PairFacts {
         bytes: prefill.routing.token_bytes().map(|each| each * tokens),

@@ -1,11 +1,11 @@
 //! How long work takes, learnt from what it took: a line through the last observations, whose start is the cost of
-//! any exchange and whose slope is the cost of one more token or byte. Pure; reads no clock.
+//! any exchange and whose slope is the cost of one more token or byte. Pure but for the first date.
 //!
 //! Whoever was slow once is not asked again while others are faster, so that nothing more would be learnt of them:
 //! what nobody has confirmed for a while is not known any more, and weighs little in what is learnt next.
 
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::time::Instant;
@@ -16,8 +16,8 @@ const KEPT: f64 = 0.95;
 /// How many observations a line needs.
 const LEAST: f64 = 3.0;
 
-/// How long a line is believed after its last observation.
-const LASTS: Duration = Duration::from_secs(60);
+/// Seconds that a line is believed after its last observation.
+const LASTS: u64 = 60;
 
 /// Below this spread of the sizes, relative to their mean, their slope is noise.
 const LEAST_SPREAD: f64 = 0.1;
@@ -79,28 +79,40 @@ impl Line {
     }
 }
 
-/// A line and the time of its last observation.
+/// A moment as lines keep it, in seconds since the first of all: one is compared with many.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Date(u64);
+
+impl Date {
+    pub(crate) fn of(now: Instant) -> Self {
+        static FIRST: LazyLock<Instant> = LazyLock::new(Instant::now);
+        Self(now.saturating_duration_since(*FIRST).as_secs())
+    }
+
+    /// Whether what was confirmed last then is still believed now.
+    const fn believes(self, last: Self) -> bool {
+        self.0 < last.0 + LASTS
+    }
+}
+
+/// A line and the date of its last observation.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Dated {
     line: Line,
-    last: Option<Instant>,
+    last: Date,
 }
 
 impl Dated {
-    pub(crate) fn learn(&mut self, size: f64, seconds: f64, now: Instant) {
-        if !self.is_fresh(now) {
+    pub(crate) fn learn(&mut self, size: f64, seconds: f64, now: Date) {
+        if !now.believes(self.last) {
             self.line.fade();
         }
         self.line.learn(size, seconds);
-        self.last = Some(now);
+        self.last = now;
     }
 
-    pub(crate) fn rate(&self, now: Instant) -> Option<Rate> {
-        self.line.rate().filter(|_| self.is_fresh(now))
-    }
-
-    fn is_fresh(&self, now: Instant) -> bool {
-        self.last.is_some_and(|last| now.saturating_duration_since(last) < LASTS)
+    pub(crate) fn rate(&self, now: Date) -> Option<Rate> {
+        if now.believes(self.last) { self.line.rate() } else { None }
     }
 }
 
@@ -111,39 +123,33 @@ pub(crate) struct Learnt {
     start: AtomicU64,
     /// Not a number while there is none.
     each: AtomicU64,
-    /// Of the last observation, in milliseconds since this was made.
+    /// The last observation's date.
     last: AtomicU64,
-    made: Instant,
 }
 
 impl Default for Learnt {
     fn default() -> Self {
         let nothing = || AtomicU64::new(f64::NAN.to_bits());
-        let (line, last) = (Mutex::default(), AtomicU64::new(0));
-        Self { line, start: nothing(), each: nothing(), last, made: Instant::now() }
+        Self { line: Mutex::default(), start: nothing(), each: nothing(), last: AtomicU64::new(0) }
     }
 }
 
 impl Learnt {
-    pub(crate) fn learn(&self, size: f64, seconds: f64, now: Instant) {
+    pub(crate) fn learn(&self, size: f64, seconds: f64, now: Date) {
         let mut line = self.line.lock();
         line.learn(size, seconds, now);
         let rate = line.rate(now).unwrap_or(Rate { start: f64::NAN, each: f64::NAN });
         self.start.store(rate.start.to_bits(), Ordering::Relaxed);
         self.each.store(rate.each.to_bits(), Ordering::Relaxed);
-        self.last.store(self.age(now), Ordering::Relaxed);
+        self.last.store(now.0, Ordering::Relaxed);
     }
 
     /// The numbers may be of neighbouring moments, which differ little.
-    pub(crate) fn rate(&self, now: Instant) -> Option<Rate> {
+    pub(crate) fn rate(&self, now: Date) -> Option<Rate> {
         let number = |bits: &AtomicU64| f64::from_bits(bits.load(Ordering::Relaxed));
         let rate = Rate { start: number(&self.start), each: number(&self.each) };
-        let is_fresh = self.age(now) < self.last.load(Ordering::Relaxed) + LASTS.as_millis() as u64;
-        (is_fresh && !rate.each.is_nan() && !rate.start.is_nan()).then_some(rate)
-    }
-
-    fn age(&self, now: Instant) -> u64 {
-        now.saturating_duration_since(self.made).as_millis() as u64
+        let is_known = now.believes(Date(self.last.load(Ordering::Relaxed)));
+        (is_known && !rate.each.is_nan() && !rate.start.is_nan()).then_some(rate)
     }
 }
 
@@ -177,7 +183,7 @@ mod tests {
         fn whatever_is_learnt_a_rate_is_a_number_above_zero(
             seen in proptest::collection::vec((any::<f64>(), any::<f64>()), 0..30),
         ) {
-            let (learnt, now) = (Learnt::default(), Instant::now());
+            let (learnt, now) = (Learnt::default(), Date::default());
             for (size, seconds) in seen {
                 learnt.learn(size.abs() % 1e12, seconds.abs() % 1e6, now);
             }
@@ -190,7 +196,7 @@ mod tests {
 
     #[test]
     fn equal_sizes_give_their_mean_and_few_give_nothing() {
-        let (learnt, now) = (Learnt::default(), Instant::now());
+        let (learnt, now) = (Learnt::default(), Date::default());
         for seconds in [0.1, 0.1] {
             learnt.learn(1000.0, seconds, now);
             assert_eq!(learnt.rate(now), None);
@@ -202,11 +208,10 @@ mod tests {
 
     #[test]
     fn what_nobody_confirms_is_forgotten_and_soon_outweighed() {
-        let (learnt, began) = (Learnt::default(), Instant::now());
-        (0..100).for_each(|_| learnt.learn(1000.0, 10.0, began));
-        let before = began + LASTS - Duration::from_millis(10);
-        assert!((learnt.rate(before).unwrap().each - 1e-2).abs() < 1e-9);
-        let now = began + LASTS;
+        let learnt = Learnt::default();
+        (0..100).for_each(|_| learnt.learn(1000.0, 10.0, Date(0)));
+        assert!((learnt.rate(Date(LASTS - 1)).unwrap().each - 1e-2).abs() < 1e-9);
+        let now = Date(LASTS);
         assert_eq!(learnt.rate(now), None);
         learnt.learn(1000.0, 0.1, now);
         assert_eq!(learnt.rate(now), None, "one of then and one of now");
