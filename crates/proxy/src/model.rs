@@ -1,6 +1,6 @@
 //! The state machine of both legs, as it is, over engines in memory under simulated time: random faults,
-//! clients that leave at any moment, and after each seed nothing may be held. `KVBATON_MODEL_SECONDS` says
-//! for how long, `KVBATON_MODEL_SEED` where to begin.
+//! clients that leave at any moment, and after each seed nothing may be held. Every other seed has engines of
+//! version 2. `KVBATON_MODEL_SECONDS` says for how long, `KVBATON_MODEL_SEED` where to begin.
 
 mod engine;
 mod world;
@@ -10,6 +10,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::HeaderMap;
 use http_body_util::BodyExt as _;
+use kv_connector::protocol::params::Generation;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -31,6 +32,7 @@ fn number(name: &str, default: u64) -> u64 {
 fn settings() -> Settings {
     let mut settings = Settings::default();
     settings.hand_off.lease = Duration::from_secs(480);
+    settings.hand_off.lease_v2 = Duration::from_secs(480);
     settings.hand_off.abandon_grace = Duration::from_secs(20);
     settings.timeouts.prefill = Duration::from_secs(6);
     settings.timeouts.decode_head = Duration::from_secs(6);
@@ -72,7 +74,8 @@ async fn ask(proxy: Proxy, stream: bool, tokens: usize) -> Result<bool, String> 
 
 /// One seed: how many clients got an answer.
 async fn run(seed: u64) -> usize {
-    let world = World::new(seed, &[PREFILL, DECODE].concat());
+    let generation = if seed.is_multiple_of(2) { Generation::V2 } else { Generation::V14 };
+    let world = World::new(generation, seed, &[PREFILL, DECODE].concat());
     let (proxy, tasks, stop) = fleet(&world);
     let (clients, wrongs) = (TaskTracker::new(), std::sync::Arc::new(parking_lot::Mutex::new(Vec::new())));
     let answered = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
@@ -145,7 +148,7 @@ async fn until(holds: impl Fn() -> bool) -> Duration {
 #[tokio::test(start_paused = true)]
 async fn an_engine_that_comes_back_is_asked_at_once_for_what_nobody_could_release() {
     let (p, d) = (PREFILL[0], DECODE[0]);
-    let world = World::new(7, &[p, d]);
+    let world = World::new(Generation::V14, 7, &[p, d]);
     world.stop_faults();
     let (proxy, tasks, stop) = fleet(&world);
     until(|| proxy.peers().iter().filter(|peer| peer.accepts).count() == 2).await;
@@ -169,7 +172,7 @@ async fn an_engine_that_comes_back_is_asked_at_once_for_what_nobody_could_releas
 
 /// How long after its end a prompt's blocks stay whose client has left, when decode engines lapse.
 async fn freed_in_spite_of(lapses: &[Lapse]) -> Duration {
-    let world = World::new(7, &[PREFILL[0], DECODE[0], DECODE[1]]);
+    let world = World::new(Generation::V14, 7, &[PREFILL[0], DECODE[0], DECODE[1]]);
     world.stop_faults();
     let (proxy, tasks, stop) = fleet(&world);
     until(|| proxy.peers().iter().filter(|peer| peer.accepts).count() == 3).await;

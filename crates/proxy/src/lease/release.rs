@@ -36,8 +36,9 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(8);
 const NO_SUCH_MODEL: &str = "kvbaton/release-by-rejection";
 
 /// When a decode engine that is just shaking hands with P is made to step: soon after a handshake
-/// on a healthy network, and once more for a slow one.
-pub(super) const NUDGES: [Duration; 2] = [Duration::from_millis(100), Duration::from_millis(900)];
+/// on a healthy network, which takes about as long, and twice more for slower ones.
+pub(super) const NUDGES: [Duration; 3] =
+    [Duration::from_millis(100), Duration::from_millis(200), Duration::from_millis(500)];
 
 /// Why one try to release a hand-off failed.
 #[derive(Debug, thiserror::Error)]

@@ -7,6 +7,7 @@ use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt as _, Full, StreamBody, combinators::BoxBody};
 use hyper::body::{Frame, Incoming};
+use kv_connector::protocol::params::Generation;
 use serde_json::{Value, json};
 
 use super::world::{Lapse, World};
@@ -28,7 +29,10 @@ pub(super) async fn answer(world: World, engine: String, id: String, request: Re
     let body = request.into_body().collect().await.map_err(|_| Reset)?.to_bytes();
     match path.as_str() {
         "/health" => return Ok(json_answer(StatusCode::OK, &json!({}))),
-        "/version" => return Ok(json_answer(StatusCode::OK, &json!({"version": "0.32.0"}))),
+        "/version" => {
+            let version = if world.generation() == Generation::V2 { "0.13.0" } else { "0.32.0" };
+            return Ok(json_answer(StatusCode::OK, &json!({"version": version})));
+        }
         "/v1/models" => {
             let models = json!({"object": "list", "data": [{"id": "sim", "object": "model"}]});
             return Ok(json_answer(StatusCode::OK, &models));
@@ -53,7 +57,7 @@ pub(super) async fn answer(world: World, engine: String, id: String, request: Re
     match lapse {
         Some(Lapse::Silence) => std::future::pending().await,
         Some(Lapse::Refusal) => Ok(refusal(StatusCode::SERVICE_UNAVAILABLE)),
-        None => decode(&world, &body, params).await,
+        None => decode(&world, &id, &body, params).await,
     }
 }
 
@@ -63,28 +67,33 @@ async fn prefill(world: &World, engine: &str, id: &str) -> Response<Body> {
     // From here on an abort comes too late.
     world.finished(id, &request);
     tokio::time::sleep(world.up_to(Duration::from_millis(200))).await;
+    let mut hand_off = json!({
+        "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [1, 2],
+        "remote_engine_id": id, "remote_request_id": request, "remote_host": engine,
+        "remote_port": 7100, "tp_size": 1,
+    });
+    if world.generation() == Generation::V14 {
+        hand_off["remote_block_ids"] = json!([[1, 2]]);
+        hand_off["remote_num_tokens"] = json!(20);
+    }
     json_answer(
         StatusCode::OK,
         &json!({
             "id": request, "object": "text_completion", "created": 0, "model": "sim",
             "choices": [{"index": 0, "text": "a", "finish_reason": "length"}],
             "usage": {"prompt_tokens": 20, "completion_tokens": 1, "total_tokens": 21},
-            "kv_transfer_params": {
-                "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[1, 2]],
-                "remote_engine_id": id, "remote_request_id": request, "remote_host": engine,
-                "remote_port": 7100, "tp_size": 1, "remote_num_tokens": 20,
-            },
+            "kv_transfer_params": hand_off,
         }),
     )
 }
 
-async fn decode(world: &World, body: &Value, params: &Value) -> Answer {
+async fn decode(world: &World, id: &str, body: &Value, params: &Value) -> Answer {
     let text = |name: &str| params[name].as_str().unwrap_or_default().to_owned();
     let (engine, request) = (text("remote_engine_id"), text("remote_request_id"));
     let hands_off = params["do_remote_prefill"] == true;
     tokio::time::sleep(world.up_to(Duration::from_millis(50))).await;
     if body["model"] != "sim" {
-        if hands_off {
+        if hands_off && world.generation() == Generation::V14 {
             world.told(&engine, &request);
         }
         return Ok(refusal(StatusCode::NOT_FOUND));
@@ -92,11 +101,11 @@ async fn decode(world: &World, body: &Value, params: &Value) -> Answer {
     if hands_off {
         // A release by reading: what it reads is thrown away and found by nobody.
         let discarded = body["cache_salt"].is_string();
-        let Some(read) = world.read(&engine, &request, discarded) else {
+        let Some(read) = world.read(id, &engine, &request, discarded) else {
             return Ok(refusal(StatusCode::INTERNAL_SERVER_ERROR));
         };
         tokio::time::sleep(world.up_to(Duration::from_millis(500))).await;
-        drop(read);
+        read.end();
         if world.fails(2) {
             return Ok(refusal(StatusCode::INTERNAL_SERVER_ERROR));
         }

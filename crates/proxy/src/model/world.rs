@@ -9,6 +9,7 @@ use http::Uri;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use kv_connector::protocol::params::Generation;
 use parking_lot::Mutex;
 use tokio::io::DuplexStream;
 use tokio_util::sync::CancellationToken;
@@ -41,6 +42,9 @@ impl Dice {
     }
 }
 
+/// What an engine of version 2 must not be made to do, as it happens to others.
+const CUT: &str = "gave blocks away that it still read into";
+
 /// What a decode engine does with a request instead of what it should.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Lapse {
@@ -59,6 +63,7 @@ struct Life {
 
 #[derive(Debug)]
 struct State {
+    generation: Generation,
     dice: Dice,
     faulty: bool,
     lives: BTreeMap<String, Life>,
@@ -83,6 +88,16 @@ pub(crate) struct World {
 pub(super) struct Read {
     world: World,
     what: (String, String),
+    /// Who reads.
+    by: String,
+    ended: bool,
+}
+
+impl Read {
+    /// All has come.
+    pub(super) fn end(mut self) {
+        self.ended = true;
+    }
 }
 
 impl Drop for Read {
@@ -91,12 +106,16 @@ impl Drop for Read {
         if let Some(at) = state.reading.iter().position(|other| *other == self.what) {
             state.reading.swap_remove(at);
         }
+        if !self.ended && state.generation == Generation::V2 && state.is_alive(&self.by) {
+            state.violations.push(format!("{} {CUT}: {:?}", self.by, self.what));
+        }
     }
 }
 
 impl World {
-    pub(super) fn new(seed: u64, engines: &[&str]) -> Self {
+    pub(super) fn new(generation: Generation, seed: u64, engines: &[&str]) -> Self {
         let state = State {
+            generation,
             dice: Dice(seed),
             faulty: true,
             lives: BTreeMap::new(),
@@ -131,6 +150,10 @@ impl World {
         if let Some(gone) = gone {
             gone.end.cancel();
         }
+    }
+
+    pub(super) fn generation(&self) -> Generation {
+        self.state.lock().generation
     }
 
     pub(super) fn stop_faults(&self) {
@@ -173,7 +196,8 @@ impl World {
     }
 
     /// A decode engine begins to read, perhaps what will be discarded; none if the blocks' engine has ended.
-    pub(super) fn read(&self, engine_id: &str, request: &str, discarded: bool) -> Option<Read> {
+    pub(super) fn read(&self, by: &str, engine_id: &str, request: &str, discarded: bool) -> Option<Read> {
+        let read = |what| Some(Read { world: self.clone(), what, by: by.to_owned(), ended: false });
         let mut state = self.state.lock();
         if !state.is_alive(engine_id) {
             return None;
@@ -181,7 +205,7 @@ impl World {
         let what = (engine_id.to_owned(), request.to_owned());
         if discarded {
             drop(state);
-            return Some(Read { world: self.clone(), what: Default::default() });
+            return read(Default::default());
         }
         if !state.held.contains(&what) {
             state.violations.push(format!("read after they were free: {what:?}"));
@@ -191,7 +215,7 @@ impl World {
         }
         state.reading.push(what.clone());
         drop(state);
-        Some(Read { world: self.clone(), what })
+        read(what)
     }
 
     /// A prefill engine is told that its blocks are read, or will not be.
