@@ -3,6 +3,7 @@
 //!
 //! `cargo bench --bench overhead` prints the tables of `docs/performance.md` and draws its plots;
 //! `-- --growth` is the second half alone, `-- --streams` the memory of open streams, its last part;
+//! `-- --loads` only runs the loads, for whoever watches the program meanwhile;
 //! `-- --seconds 2` has each measurement last so long; `-- --smoke` is over in seconds and its figures mean
 //! nothing; `-- --instructions` counts a request's instructions under valgrind and holds them against
 //! `benches/overhead/budget.txt`.
@@ -59,6 +60,9 @@ fn main() {
     }
     let engines = engine::Engines::start();
     let folder = asked("--plots").then_some("docs/performance");
+    if asked("--loads") {
+        return table::run(&engines, plan);
+    }
     if asked("--streams") {
         return growth::streams(&engines, plan, folder);
     }

@@ -142,6 +142,14 @@ impl Router {
         }
     }
 
+    /// Asks it to end and waits until it has.
+    pub(crate) fn end(mut self) {
+        if let Some(mut child) = self.child.take() {
+            let asked = Command::new("kill").arg(child.id().to_string()).status().unwrap();
+            assert!(asked.success() && child.wait().unwrap().success());
+        }
+    }
+
     /// CPU time of it and of its children so far.
     pub(crate) fn cpu(&self) -> Duration {
         let ticks: u64 = self.tree().into_iter().filter_map(ticks).sum();

@@ -35,6 +35,17 @@ pub(crate) fn row(router: &Router, engines: &Engines, load: &Load, connections: 
     }
 }
 
+/// Runs the loads at kvbaton, which is then asked to end.
+pub(crate) fn run(engines: &Engines, plan: Plan) {
+    let router = Router::start(Who::Kvbaton, engines);
+    for load in Load::all() {
+        for connections in plan.connections {
+            client::run(router.addr, &load, *connections, Until::Over(plan.lasts));
+        }
+    }
+    router.end();
+}
+
 /// Measures all of them.
 pub(crate) fn measure(engines: &Engines, plan: Plan) -> String {
     let mut text = String::new();
