@@ -147,7 +147,7 @@ async fn while_a_v2_decode_engine_hangs() {
     let hangs = usize::from(asked(1).await);
     let mut gates = gates.into_iter().enumerate().partition::<Vec<_>, _>(|(at, _)| *at == hangs);
     gates.1.clear();
-    let released = async || cluster.metric("kvbaton_handoffs_total", &[("result", "released")]).await == 1.0;
+    let released = async || cluster.released().await == 1.0;
     cluster.wait_for("the other reads", released).await;
     cluster.wait_no_blocks().await;
     drop(gates);
@@ -204,7 +204,7 @@ async fn v2_decode_engines_that_read_for_nobody_are_let_do_so() {
     let reads = |engine: &Engine| engine.stats().waiting_for_remote_kv == 1;
     cluster.wait_for("both read", async || cluster.decode.iter().all(reads)).await;
     cluster.decode[1].transport_faults().hold_transfers(false);
-    let released = async || cluster.metric("kvbaton_handoffs_total", &[("result", "released")]).await == 1.0;
+    let released = async || cluster.released().await == 1.0;
     cluster.wait_for("one has", released).await;
     tokio::time::sleep(Duration::from_millis(100)).await;
     let first = cluster.decode[0].stats();

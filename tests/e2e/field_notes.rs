@@ -137,7 +137,7 @@ async fn refused_by_decode(status: u16, tune: fn(&mut EngineConfig)) {
     }
     let stats = cluster.p().stats();
     assert_eq!((stats.prefill_requests, stats.kv_expired), (4, 0));
-    let released = cluster.metric("kvbaton_handoffs_total", &[("result", "released")]).await;
+    let released = cluster.released().await;
     assert_eq!((cluster.relayed().await, released), (2.0, 2.0));
     cluster.finish().await;
 }

@@ -78,11 +78,7 @@ async fn cluster(
 }
 
 async fn released(cluster: &Cluster, way: &str) {
-    cluster
-        .wait_for("the hand-off is released", async || {
-            cluster.metric("kvbaton_handoffs_total", &[("result", "released")]).await == 1.0
-        })
-        .await;
+    cluster.wait_for("the hand-off is released", async || cluster.released().await == 1.0).await;
     assert_eq!(cluster.metric("kvbaton_releases_total", &[("way", way)]).await, 1.0);
     assert_eq!(cluster.metric("kvbaton_releases_total", &[]).await, 1.0);
     cluster.wait_idle().await;

@@ -34,7 +34,7 @@ async fn refused(status: u16, stream: bool) {
     cluster.wait_no_blocks().await;
     cluster.wait_idle().await;
     assert_eq!(cluster.p().stats().kv_expired, 0);
-    assert_eq!(cluster.metric("kvbaton_handoffs_total", &[("result", "released")]).await, 1.0);
+    assert_eq!(cluster.released().await, 1.0);
     cluster.finish().await;
 }
 

@@ -146,6 +146,11 @@ impl Cluster {
         self.metric("kvbaton_handoffs_total", &[("result", "relayed")]).await
     }
 
+    /// The released hand-offs so far.
+    pub(crate) async fn released(&self) -> f64 {
+        self.metric("kvbaton_handoffs_total", &[("result", "released")]).await
+    }
+
     pub(crate) async fn wait_ready(&self) {
         self.wait_for("the router is ready", async || self.get("/readyz").await.status == 200).await;
     }
