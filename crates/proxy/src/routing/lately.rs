@@ -94,7 +94,7 @@ mod tests {
         told(&[1, 2, 3, 2, 2, 1]);
         assert_eq!(all(), [1, 2, 3]);
         assert_eq!(found(Stage::Prefill, 2, Found::It), [1, 2]);
-        let even = |key: u32| if key % 2 == 0 { Found::It(key) } else { Found::OfOthers };
+        let even = |key: u32| if key.is_multiple_of(2) { Found::It(key) } else { Found::OfOthers };
         assert_eq!(found(Stage::Prefill, 2, even), [2]);
         assert!(found(Stage::Decode, 2, Found::It).is_empty(), "the other stage has its own");
         assert!(std::thread::spawn(all).join().unwrap().is_empty(), "each thread has its own");
