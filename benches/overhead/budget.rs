@@ -83,7 +83,8 @@ fn count(engines: &Engines, case: &Case) -> u64 {
     command.args(["--set", "probe.interval=10m", "--set", "probe.metrics_interval=0s"]);
     command.args(["--set", "side_channel.read=off"]);
     let router = Router::run(command, addr);
-    client::run(addr, load, 1, Until::Requests(WARM_UP.max(case.peers * 3)));
+    // At the same time, so that all peers get to know each other first: one client alone would stay with a few.
+    client::run(addr, load, case.peers, Until::Requests(WARM_UP));
     control(router.pid(), "-i", Some("on"));
     let sample = client::run(addr, load, 1, Until::Requests(REQUESTS));
     control(router.pid(), "-i", Some("off"));

@@ -7,6 +7,7 @@ pub(crate) mod decide;
 pub(crate) mod explain;
 pub(crate) mod facts;
 pub(crate) mod kv_events;
+pub(crate) mod lately;
 pub(crate) mod pick;
 pub mod prefix;
 pub mod rates;

@@ -12,6 +12,7 @@ use super::breaker::{Breaker, BreakerSettings, BreakerState, Gate, Ticket, Turn,
 use super::outcome::{Blame, Reads, blame};
 use super::peer::Peer;
 use crate::dial::Dial;
+use crate::routing::lately;
 
 /// One peer's health as its requests see it.
 #[derive(Debug)]
@@ -87,6 +88,7 @@ impl Peer {
     pub(crate) fn succeeded(&self) {
         let turn = self.health.breaker.lock().succeeded(Instant::now());
         self.told(turn);
+        lately::served(self.spec.role.stage(), self.routing.key);
     }
 
     /// An exchange with it failed by its fault.

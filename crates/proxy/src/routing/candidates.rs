@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
+use super::lately::{self, Found};
 use super::prefix::Matched;
 use super::roster::{FEW, Roster};
 use super::settings::{Policy, RoutingSettings};
@@ -18,6 +19,11 @@ const DRAWN: usize = 1;
 
 /// How often it is drawn at most: some of those that are drawn are not open.
 const DRAWS: usize = 4 * DRAWN;
+
+/// One request of so many asks the next in turn even where somebody served well of late: else a fleet that has little
+/// to do would never hear of most of its engines. Seldom enough that the handshakes of pairs that meet then stay above
+/// the 99th percentile.
+const EXPLORES: usize = 256;
 
 /// How much of a prompt the policy `consistent_hash` goes by, in bytes.
 const BEGINNING: usize = 1024;
@@ -150,7 +156,8 @@ impl Pool {
         seats
     }
 
-    /// Some of many: the next in turn, whom a key or a cached prompt names, and some by chance.
+    /// Some of many: who has just become idle, or else the next in turn and some by chance; and whom a key or a cached
+    /// prompt names.
     fn drawn<'a>(
         &self,
         stage: Stage,
@@ -173,18 +180,33 @@ impl Pool {
                 seats.extend(seat(stage, peer, &asked, now));
             }
         };
-        for step in 0..FEW.min(from.len()) {
-            add(&from[(turn + step) % from.len()], &mut seats);
-            if !seats.is_empty() {
-                break;
-            }
-        }
         // Who may have it at all shows where a peer takes its seat.
         let keyed = |key| {
             let peer = roster.peer(stage, key)?;
             let is_asked = asked.share.is_none_or(|share| share.iter().any(|other| Arc::ptr_eq(other, peer)));
             is_asked.then_some(peer)
         };
+        let by_cost = wanted.policies[stage as usize].goes_by_cache();
+        let explores = by_cost && turn.is_multiple_of(EXPLORES);
+        // Those that explore come to everyone.
+        let turn = if explores { turn / EXPLORES } else { turn };
+        if by_cost && !explores {
+            lately::last(stage, 1 + DRAWN, &mut seats, |key| match keyed(key) {
+                Some(peer) if peer.in_flight() == 0 => match seat(stage, peer, &asked, now) {
+                    Some(seat) if seat.tier() == 0 => Found::It(seat),
+                    _ => Found::OfOthers,
+                },
+                None if roster.peer(stage, key).is_some() => Found::OfOthers,
+                _ => Found::NoMore,
+            });
+        }
+        let lately = seats.len();
+        for step in 0..FEW.min(from.len()) {
+            if !seats.is_empty() {
+                break;
+            }
+            add(&from[(turn + step) % from.len()], &mut seats);
+        }
         for (key, _) in wanted.seen.peers() {
             if let Some(peer) = keyed(key) {
                 add(peer, &mut seats);
@@ -202,9 +224,9 @@ impl Pool {
                 }
             }
         }
-        let mut drawn = 0;
+        let mut drawn = lately.saturating_sub(1);
         for _ in 0..DRAWS {
-            if drawn == DRAWN {
+            if drawn >= DRAWN {
                 break;
             }
             let before = seats.len();

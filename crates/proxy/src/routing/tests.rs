@@ -82,6 +82,67 @@ async fn among_many_a_pair_is_found_that_lists_the_model_and_spreads() {
     assert!(pool.all().iter().all(|peer| peer.routing.waiting_tokens() == 0 && peer.in_flight() == 0));
 }
 
+/// Ids of the prefill and decode engines of so many rounds of requests that run at the same time and all end well.
+fn serve(
+    pool: &Pool,
+    settings: &RoutingSettings,
+    rounds: usize,
+    at_once: usize,
+) -> [BTreeMap<String, usize>; 2] {
+    let mut taken = [BTreeMap::new(), BTreeMap::new()];
+    for _ in 0..rounds {
+        let running: Vec<_> = (0..at_once).map(|_| choose(pool, "common", settings, None).unwrap()).collect();
+        for chosen in running {
+            for (taken, entered) in taken.iter_mut().zip([&chosen.prefill.unwrap(), &chosen.decode]) {
+                *taken.entry(entered.peer.id.clone()).or_default() += 1;
+                entered.peer.succeeded();
+            }
+        }
+    }
+    taken
+}
+
+#[tokio::test]
+async fn many_that_have_little_to_do_leave_it_to_those_that_served_last() {
+    let (pool, joint) = (fleet(200), RoutingSettings::default());
+    for taken in serve(&pool, &joint, 10 * 256, 1) {
+        // Whoever is tried beside has served last then.
+        assert!((6..=11).contains(&taken.len()), "{taken:?}");
+    }
+    for taken in serve(&pool, &joint, 64, 8) {
+        assert!(taken.len() <= 8 + 11 + 64 * 8 / 256, "{taken:?}");
+        assert!(taken.values().all(|count| *count <= 64 + 8), "hardly ever two at one: {taken:?}");
+    }
+    let in_turn = RoutingSettings {
+        prefill: Policy::LeastLoaded,
+        decode: Policy::LeastLoaded,
+        ..RoutingSettings::default()
+    };
+    for taken in serve(&pool, &in_turn, 320, 1) {
+        assert!(taken.len() > 100, "{taken:?}");
+    }
+}
+
+#[tokio::test]
+async fn who_served_last_but_works_or_fails_is_not_asked_before_others() {
+    let (pool, joint) = (fleet(200), RoutingSettings::default());
+    drop(serve(&pool, &joint, 2, 1));
+    let first = choose(&pool, "common", &joint, None).unwrap();
+    let (prefill, decode) =
+        (Arc::clone(&first.prefill.as_ref().unwrap().peer), Arc::clone(&first.decode.peer));
+    for _ in 0..20 {
+        let second = choose(&pool, "common", &joint, None).unwrap();
+        assert!(!Arc::ptr_eq(&second.prefill.as_ref().unwrap().peer, &prefill));
+        assert!(!Arc::ptr_eq(&second.decode.peer, &decode));
+    }
+    drop(first);
+    (0..5).for_each(|_| prefill.blamed());
+    for _ in 0..20 {
+        let next = choose(&pool, "common", &joint, None).unwrap();
+        assert!(!Arc::ptr_eq(&next.prefill.as_ref().unwrap().peer, &prefill));
+    }
+}
+
 #[tokio::test]
 async fn among_many_the_only_open_peer_is_found() {
     let pool = fleet(60);
