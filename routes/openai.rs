@@ -45,10 +45,10 @@ pub(crate) async fn answer(
     let (interval, account) = (state.limits.now().keep_alive, exchange.account.clone());
     let streams = order.wants_stream();
     let mut response = if streams && !interval.is_zero() {
-        let served = Box::pin(async move { Ok(proxy.serve(order, exchange).await?.map(Body::new)) });
+        let served = Box::pin(async move { Ok(proxy.serve(&order, &exchange).await?.map(Body::new)) });
         keep_alive::answered(served, endpoint, account, interval).await?
     } else {
-        proxy.serve(order, exchange).await?.map(Body::new)
+        proxy.serve(&order, &exchange).await?.map(Body::new)
     };
     if streams {
         response.extensions_mut().insert(Streamed);

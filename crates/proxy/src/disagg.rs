@@ -30,7 +30,6 @@ use crate::settings::Settings;
 use crate::splice::Spliced;
 use crate::stream::RelayBody;
 use crate::timeline::Step;
-use crate::trace::Trace;
 use crate::upstream::{Leg, own_headers};
 use push::Both;
 use second_leg::engine_answered;
@@ -60,8 +59,6 @@ pub struct Order {
     pub(crate) settings: Arc<Settings>,
     /// How its prefill and its decode engine are chosen.
     pub(crate) policies: [Policy; 2],
-    /// What is still done for it after its end has a span there too.
-    pub(crate) trace: Trace,
 }
 
 impl Order {
@@ -118,7 +115,7 @@ impl Core {
         endpoint: Endpoint,
         exchange: &Exchange,
         body: Bytes,
-    ) -> Result<Order, ProxyError> {
+    ) -> Result<Arc<Order>, ProxyError> {
         self.retries.deposit();
         let bytes = body.len();
         exchange.account.tell(|told| {
@@ -141,7 +138,7 @@ impl Core {
             let (model, stream) = (request.model(), request.wants_stream());
             exchange.account.read(model, stream, bytes, exchange.client.key.as_ref());
             let policies = settings.routing.policies(Some(model));
-            Ok(Order { request, shows, settings, policies, trace: exchange.account.trace().clone() })
+            Ok(Arc::new(Order { request, shows, settings, policies }))
         });
         read.inspect_err(|_| exchange.account.failed(Outcome::ClientError))
     }
@@ -150,11 +147,14 @@ impl Core {
     /// frees what P holds.
     pub(crate) async fn serve(
         self: &Arc<Self>,
-        order: &Order,
+        order: &Arc<Order>,
         exchange: &Exchange,
     ) -> Result<Response<RelayBody>, ProxyError> {
+        // A future is moved with each one around it that it becomes part of; so this one never is, and what is seldom
+        // needed is no part of it.
+        let legs = Box::pin(self.two_legs(order, exchange));
         let served = tokio::select! {
-            served = self.two_legs(order, exchange) => served,
+            served = legs => served,
             () = self.cut.cancelled() => Err(ProxyError::ShuttingDown.into()),
         };
         match served {
@@ -169,7 +169,7 @@ impl Core {
 
     async fn two_legs(
         self: &Arc<Self>,
-        order: &Order,
+        order: &Arc<Order>,
         exchange: &Exchange,
     ) -> Result<Response<RelayBody>, Stopped> {
         let settings = &order.settings;
@@ -224,7 +224,7 @@ impl Core {
     /// The first leg, or both where the engines push.
     async fn first_try(
         self: &Arc<Self>,
-        order: &Order,
+        order: &Arc<Order>,
         exchange: &Exchange,
         decode: InFlight,
         prefill: Option<InFlight>,
@@ -238,7 +238,7 @@ impl Core {
                 exchange.account.step_with(&prefill.peer, Step::PrefillChosen);
                 self.pool.prefixes.record(&tries.chunks, peer.routing.key);
                 let by = Some(Arc::clone(&prefill.peer));
-                match self.both_legs(order, exchange, (prefill, decode), pushed, tries).await? {
+                match Box::pin(self.both_legs(order, exchange, (prefill, decode), pushed, tries)).await? {
                     Both::Sent(answer) => {
                         return Ok(Next::Sent(peer, Box::new(Sent { prefill: by, answer: *answer })));
                     }
@@ -259,7 +259,7 @@ impl Core {
     /// What comes of a decode engine's answer, or of its failure.
     async fn answered(
         self: &Arc<Self>,
-        order: &Order,
+        order: &Arc<Order>,
         exchange: &Exchange,
         peer: Arc<Peer>,
         sent: Box<Sent>,
@@ -293,7 +293,7 @@ impl Core {
                 }
             }
         };
-        let next = self.after_failed_decode(order, exchange, peer, failure, tries).await?;
+        let next = Box::pin(self.after_failed_decode(order, exchange, peer, failure, tries)).await?;
         if lease.is_none() {
             lease = self.hand_off(order, exchange, &next.peer, None, tries).await?;
         }

@@ -23,6 +23,7 @@ use crate::pool::peer::Peer;
 use crate::registry::EngineRecord;
 use crate::request_id::RequestId;
 use crate::splice::PromptPart;
+use crate::trace::Trace;
 pub(crate) use followed::{DecodeLeg, Showed};
 
 /// One granted hand-off, from P's answer until a decode engine has shown that it read the blocks.
@@ -37,7 +38,7 @@ struct Hold {
     prefill: Arc<Peer>,
     key: u64,
     hand_off: HandedOff,
-    order: Order,
+    order: Arc<Order>,
     request_id: RequestId,
     /// The id that the prefill engine was given.
     sent_as: RequestId,
@@ -46,6 +47,8 @@ struct Hold {
     given: bool,
     granted: Instant,
     lasts: Duration,
+    /// What is still done after the request's end has a span there.
+    trace: Trace,
     /// The engine as it was registered when it granted the hand-off.
     origin: Option<Arc<EngineRecord>>,
 }
@@ -55,7 +58,7 @@ impl Lease {
         core: &Arc<Core>,
         hand_off: HandedOff,
         prefill: &Arc<Peer>,
-        order: &Order,
+        order: &Arc<Order>,
         request_id: &RequestId,
     ) -> Self {
         let policy = &order.settings.hand_off;
@@ -78,13 +81,14 @@ impl Lease {
             prefill: Arc::clone(prefill),
             key,
             hand_off,
-            order: order.clone(),
+            order: Arc::clone(order),
             request_id: request_id.clone(),
             sent_as: request_id.clone(),
             decode: None,
             given: false,
             granted: Instant::now(),
             lasts,
+            trace: Trace::default(),
         });
         Self { hold: Some(hold) }
     }
@@ -93,6 +97,14 @@ impl Lease {
     pub(crate) fn sent_as(mut self, id: RequestId) -> Self {
         if let Some(hold) = &mut self.hold {
             hold.sent_as = id;
+        }
+        self
+    }
+
+    /// It was granted to the request of this trace.
+    pub(crate) fn traced(mut self, trace: Trace) -> Self {
+        if let Some(hold) = &mut self.hold {
+            hold.trace = trace;
         }
         self
     }

@@ -254,7 +254,12 @@ impl Proxy {
     ///
     /// # Errors
     /// It cannot be served by any engine.
-    pub fn read(&self, endpoint: Endpoint, exchange: &Exchange, body: Bytes) -> Result<Order, ProxyError> {
+    pub fn read(
+        &self,
+        endpoint: Endpoint,
+        exchange: &Exchange,
+        body: Bytes,
+    ) -> Result<Arc<Order>, ProxyError> {
         self.core.read(endpoint, exchange, body)
     }
 
@@ -274,8 +279,12 @@ impl Proxy {
     ///
     /// # Errors
     /// Why no answer could be had; nothing has been sent to the client then.
-    pub async fn serve(&self, order: Order, exchange: Exchange) -> Result<Response<RelayBody>, ProxyError> {
-        self.core.serve(&order, &exchange).await
+    pub fn serve<'a>(
+        &'a self,
+        order: &'a Arc<Order>,
+        exchange: &'a Exchange,
+    ) -> impl Future<Output = Result<Response<RelayBody>, ProxyError>> + Send + 'a {
+        self.core.serve(order, exchange)
     }
 
     /// Ends what still runs: streams with an error event, other requests with an error.

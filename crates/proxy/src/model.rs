@@ -60,7 +60,7 @@ async fn ask(proxy: Proxy, stream: bool, tokens: usize) -> Result<bool, String> 
     let account = proxy.account(&request_id, "completions", &HeaderMap::new());
     let exchange = Exchange { request_id, headers: HeaderMap::new(), client: Client::default(), account };
     let order = proxy.read(Endpoint::Completions, &exchange, Bytes::from(body)).map_err(|e| e.to_string())?;
-    let Ok(response) = proxy.serve(order, exchange).await else { return Ok(false) };
+    let Ok(response) = proxy.serve(&order, &exchange).await else { return Ok(false) };
     let status = response.status();
     let Ok(body) = response.into_body().collect().await else { return Err("the body broke off".to_owned()) };
     let body = String::from_utf8(body.to_bytes().to_vec()).map_err(|error| error.to_string())?;

@@ -20,6 +20,7 @@ use crate::metrics::AbandonedPrefill;
 use crate::pool::peer::{InFlight, Peer};
 use crate::request_id::RequestId;
 use crate::settings::Settings;
+use crate::trace::Trace;
 use crate::upstream::{Leg, route};
 
 pub(crate) type Answered = Result<(Response<()>, Bytes), UpstreamFailure>;
@@ -33,10 +34,12 @@ struct Running {
     answer: Pin<Box<dyn Future<Output = Answered> + Send>>,
     core: Arc<Core>,
     in_flight: InFlight,
-    order: Order,
+    order: Arc<Order>,
     request_id: RequestId,
     /// The id that the prefill engine was given.
     sent_as: RequestId,
+    /// What is still done for it after its end has a span there too.
+    trace: Trace,
     /// In push mode, the leg to which its blocks are written.
     decode: Option<DecodeLeg>,
 }
@@ -46,9 +49,10 @@ impl PrefillLeg {
     pub(crate) fn start(
         core: &Arc<Core>,
         in_flight: InFlight,
-        order: &Order,
+        order: &Arc<Order>,
         (request_id, sent_as): (&RequestId, &RequestId),
         headers: HeaderMap,
+        trace: Trace,
         anew: bool,
     ) -> Self {
         let peer = Arc::clone(&in_flight.peer);
@@ -60,9 +64,9 @@ impl PrefillLeg {
             let leg = Leg { stage: Stage::Prefill, peer: &peer, method: Method::POST, path, headers, body };
             exchange.whole_answer(leg, &settings, anew).await
         });
-        let (order, request_id) = (order.clone(), request_id.clone());
+        let (order, request_id) = (Arc::clone(order), request_id.clone());
         let (core, sent_as) = (Arc::clone(core), sent_as.clone());
-        let running = Running { answer, core, in_flight, order, request_id, sent_as, decode: None };
+        let running = Running { answer, core, in_flight, order, request_id, sent_as, trace, decode: None };
         Self { running: Some(running) }
     }
 
@@ -110,7 +114,7 @@ impl Running {
     /// Closing the connection would abort a prefill that still computes, but not one that has ended:
     /// its blocks could then be named by nobody until the lease ends.
     async fn abandon(self) {
-        let Self { answer, core, in_flight, order, request_id, sent_as, mut decode } = self;
+        let Self { answer, core, in_flight, order, request_id, sent_as, trace, mut decode } = self;
         let mut showed = None;
         let of_peer = in_flight.peer.spec.abandon_grace;
         let grace = of_peer.unwrap_or(order.settings.hand_off.abandon_grace);
@@ -138,8 +142,8 @@ impl Running {
                 match granted.map_or_else(|refused| refused.unused.map(|unused| *unused), Some) {
                     None => AbandonedPrefill::KeptNone,
                     Some(unread) => {
-                        let mut lease =
-                            Lease::open(&core, unread, &in_flight.peer, &order, &request_id).sent_as(sent_as);
+                        let lease = Lease::open(&core, unread, &in_flight.peer, &order, &request_id);
+                        let mut lease = lease.sent_as(sent_as).traced(trace);
                         if let Some(decode) = decode {
                             lease.dispatched(&decode.peer);
                             match showed {

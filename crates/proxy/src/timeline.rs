@@ -1,6 +1,7 @@
 //! What happened to each request and when: a bounded ring of records, for operators. A step costs one look
 //! at the clock and a lock that only a reader of this very request shares. Never holds a prompt.
 
+mod track;
 mod view;
 
 use std::sync::Arc;
@@ -13,16 +14,11 @@ use tokio::time::Instant;
 use crate::metrics::Outcome;
 use crate::request_id::RequestId;
 
+use track::Track;
 pub use view::{RequestFacts, RequestTimeline, RequestView, StepView};
 
 /// What is said of a client that left before its answer was complete.
 pub(crate) const CLIENT_LEFT: u16 = 499;
-
-/// Most steps that are kept of one request; what comes after them is counted.
-const MOST_STEPS: usize = 64;
-
-/// Steps for which room is taken at once: a request without retries has no more.
-const USUAL_STEPS: usize = 14;
 
 /// Longest name of a model that is kept, in bytes.
 const LONGEST_MODEL: usize = 128;
@@ -30,9 +26,9 @@ const LONGEST_MODEL: usize = 128;
 /// How many running requests may be moved on to make room for a new one.
 const MOST_MOVED: usize = 16;
 
-/// Something that happened to a request.
+/// Something that happened to a request; `Why` says why something did not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum Step<Why = &'static str> {
     /// Its head came.
     Received,
     /// Its body was read.
@@ -44,31 +40,22 @@ pub(crate) enum Step {
     PrefillSent,
     /// The whole answer of the prefill engine came, with this status.
     PrefillAnswered(u16),
-    PrefillFailed(&'static str),
+    PrefillFailed(Why),
     /// The prefill engine handed off so many blocks.
-    HandedOff(u64),
+    HandedOff(u32),
     /// The hand-off is not used.
-    HandOffRefused(&'static str),
+    HandOffRefused(Why),
     /// No prefill engine sees the request.
-    Bypassed(&'static str),
+    Bypassed(Why),
     DecodeSent,
     /// The head of the decode engine's answer came, with this status.
     DecodeHead(u16),
-    DecodeFailed(&'static str),
+    DecodeFailed(Why),
     /// The first bytes of a stream, or a whole answer, came.
     FirstByte,
     /// The first event of a stream that shows a token.
     FirstToken,
     Ended,
-}
-
-/// One step of one request.
-#[derive(Clone, Debug)]
-struct Event {
-    /// Microseconds since the request came.
-    at: u64,
-    step: Step,
-    peer: Option<Arc<str>>,
 }
 
 /// What was read of the request.
@@ -78,13 +65,6 @@ struct About {
     stream: bool,
     bytes: usize,
     key: Option<Arc<str>>,
-}
-
-#[derive(Debug, Default)]
-struct Track {
-    events: Vec<Event>,
-    left_out: u32,
-    about: Option<About>,
 }
 
 /// One request's record.
@@ -109,8 +89,7 @@ impl Record {
         let began = Instant::now();
         let mut track = Track::default();
         if kept {
-            track.events.reserve_exact(USUAL_STEPS);
-            track.events.push(Event { at: 0, step: Step::Received, peer: None });
+            track.add(0, Step::Received, None);
         }
         Self {
             number,
@@ -132,13 +111,8 @@ impl Record {
         if !self.kept {
             return;
         }
-        let event = Event { at: self.now(), step, peer: peer.cloned() };
-        let mut track = self.track.lock();
-        if track.events.len() < MOST_STEPS {
-            track.events.push(event);
-        } else {
-            track.left_out += 1;
-        }
+        let at = self.now();
+        self.track.lock().add(at, step, peer);
     }
 
     /// Its body was read, and can be served.

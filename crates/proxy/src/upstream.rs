@@ -149,24 +149,24 @@ impl Upstream {
     ///
     /// # Errors
     /// What broke, and whether the engine may have seen the request.
-    pub(crate) async fn send(
-        &self,
-        leg: Leg<'_>,
+    pub(crate) fn send<'a>(
+        &'a self,
+        leg: Leg<'a>,
         head: Duration,
-    ) -> Result<Response<EngineBody>, UpstreamFailure> {
-        self.within(leg, false, head).await
+    ) -> impl Future<Output = Result<Response<EngineBody>, UpstreamFailure>> + 'a {
+        self.within(leg, false, head)
     }
 
     /// As [`Upstream::send`] on a connection of its own, for what a kept one has just lost.
     ///
     /// # Errors
     /// As there.
-    pub(crate) async fn send_anew(
-        &self,
-        leg: Leg<'_>,
+    pub(crate) fn send_anew<'a>(
+        &'a self,
+        leg: Leg<'a>,
         head: Duration,
-    ) -> Result<Response<EngineBody>, UpstreamFailure> {
-        self.within(leg, true, head).await
+    ) -> impl Future<Output = Result<Response<EngineBody>, UpstreamFailure>> + 'a {
+        self.within(leg, true, head)
     }
 
     async fn within(

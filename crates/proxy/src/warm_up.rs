@@ -162,9 +162,11 @@ pub(crate) async fn exercise(
     let model = common_model(prefill, decode).ok_or(NotWarm::NoCommonModel)?;
     let settings = core.settings();
     let policies = settings.routing.policies(Some(&model));
-    let order = Order { request: request(&model)?, shows: None, settings, policies, trace: Trace::default() };
+    let request = request(&model)?;
+    let order = Arc::new(Order { request, shows: None, settings, policies });
     let id = RequestId::accept(None);
-    let mut leg = PrefillLeg::start(core, prefill.enter(), &order, (&id, &id), own_headers(&id), true);
+    let (ids, headers, trace) = ((&id, &id), own_headers(&id), Trace::default());
+    let mut leg = PrefillLeg::start(core, prefill.enter(), &order, ids, headers, trace, true);
     let (head, answer) = leg.answer().await?;
     if !head.status().is_success() {
         return Err(NotWarm::Status { stage: Stage::Prefill, status: head.status() });

@@ -154,7 +154,7 @@ impl Wire {
     /// As there.
     pub(crate) async fn send_anew(&self, request: &Outgoing<'_>) -> Result<Response<EngineBody>, WireError> {
         let head = head::encode(request)?;
-        let link = self.dial(request.place).await?;
+        let link = Box::pin(self.dial(request.place)).await?;
         exchange::exchange(link, &head, request, None).await
     }
 
@@ -167,9 +167,11 @@ impl Wire {
     /// A new connection, or one that another request gives back before that is made.
     async fn dial_or_wait(&self, place: &Place, shelf: &Arc<Shelf>) -> Result<Link, WireError> {
         let waiting = shelf.wait();
+        // Seldom, and large: apart from the future of each request.
+        let dialling = Box::pin(self.dial(place));
         tokio::select! {
             biased;
-            dialled = self.dial(place) => dialled,
+            dialled = dialling => dialled,
             link = waiting.returned() => Ok(link),
         }
     }

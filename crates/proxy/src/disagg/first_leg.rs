@@ -42,7 +42,7 @@ impl Core {
     /// None if the decode engine shall compute it itself.
     pub(super) async fn hand_off(
         self: &Arc<Self>,
-        order: &Order,
+        order: &Arc<Order>,
         exchange: &Exchange,
         decode: &Peer,
         mut first: Option<InFlight>,
@@ -101,7 +101,7 @@ impl Core {
     /// One try of the first leg.
     async fn prefill(
         self: &Arc<Self>,
-        order: &Order,
+        order: &Arc<Order>,
         exchange: &Exchange,
         in_flight: InFlight,
         tries: &mut Tries,
@@ -114,7 +114,7 @@ impl Core {
     /// Begins a try of the first leg, under an id that the other leg has too if one is given.
     pub(super) fn send_prefill(
         self: &Arc<Self>,
-        order: &Order,
+        order: &Arc<Order>,
         exchange: &Exchange,
         in_flight: InFlight,
         id: Option<&RequestId>,
@@ -134,7 +134,8 @@ impl Core {
         // With its own prompt.
         let waiting = peer.routing.waiting_tokens();
         let ids = (&exchange.request_id, &request_id);
-        let leg = PrefillLeg::start(self, in_flight, order, ids, headers, tries.resent);
+        let trace = exchange.account.trace().clone();
+        let leg = PrefillLeg::start(self, in_flight, order, ids, headers, trace, tries.resent);
         exchange.account.step_with(&peer, Step::PrefillSent);
         SentPrefill { peer, id: request_id, leg, span, began, waiting }
     }
@@ -142,7 +143,7 @@ impl Core {
     /// What a prefill engine's answer, or its failure, comes to.
     pub(super) fn prefilled(
         self: &Arc<Self>,
-        order: &Order,
+        order: &Arc<Order>,
         exchange: &Exchange,
         sent: SentPrefill,
         answered: Answered,
@@ -185,7 +186,9 @@ impl Core {
                 });
                 span.say("kvbaton.blocks", || hand_off.blocks);
                 self.metrics.decided("disaggregated", "pair");
-                exchange.account.step_with(&peer, Step::HandedOff(hand_off.blocks as u64));
+                exchange
+                    .account
+                    .step_with(&peer, Step::HandedOff(u32::try_from(hand_off.blocks).unwrap_or(u32::MAX)));
                 self.side_channel_named(&peer, &hand_off);
                 self.learn_prefill(order, &peer, &hand_off, waiting, took, now);
                 self.pool.prefixes.record(&tries.chunks, peer.routing.key);
@@ -197,7 +200,7 @@ impl Core {
                     self.pool.relearn();
                 }
                 let lease = Lease::open(self, hand_off, &peer, order, &exchange.request_id);
-                return Ok(Ok(Some(lease.sent_as(id))));
+                return Ok(Ok(Some(lease.sent_as(id).traced(exchange.account.trace().clone()))));
             }
             Err(refused) => refused,
         };
@@ -205,7 +208,8 @@ impl Core {
         peer.failed(&format!("hand-off {}", refused.refusal.label()), false);
         peer.blamed();
         if let Some(unused) = refused.unused {
-            drop(Lease::open(self, *unused, &peer, order, &exchange.request_id).sent_as(id));
+            let lease = Lease::open(self, *unused, &peer, order, &exchange.request_id);
+            drop(lease.sent_as(id).traced(exchange.account.trace().clone()));
         }
         if refused.refusal == HandOffRefusal::ForeignAddress {
             let (request_id, error) = (exchange.request_id.as_str(), refused.refusal);

@@ -80,7 +80,7 @@ impl Core {
     /// The decode leg to blocks that have been computed.
     pub(super) async fn followed(
         self: &Arc<Self>,
-        order: &Order,
+        order: &Arc<Order>,
         exchange: &Exchange,
         in_flight: InFlight,
         lease: Lease,
@@ -93,7 +93,7 @@ impl Core {
             self.metrics.pushed("in_turn");
         }
         exchange.account.tell(|told| told.prefill = lease.prefill().cloned());
-        let (core, order, exchange) = (Arc::clone(self), order.clone(), exchange.clone());
+        let (core, order, exchange) = (Arc::clone(self), Arc::clone(order), exchange.clone());
         let second =
             Box::pin(
                 async move { core.decode(&order, &exchange, in_flight, None, Some(&given), anew).await },

@@ -40,7 +40,7 @@ impl Core {
     /// not push, or where it is not known yet.
     pub(super) fn push_of(
         &self,
-        order: &Order,
+        order: &Arc<Order>,
         exchange: &Exchange,
         prefill: &Peer,
         decode: &Peer,
@@ -91,7 +91,7 @@ impl Core {
     /// How the request ends.
     pub(super) async fn both_legs(
         self: &Arc<Self>,
-        order: &Order,
+        order: &Arc<Order>,
         exchange: &Exchange,
         (prefill, decode): (InFlight, InFlight),
         pushed: Pushed,
@@ -101,7 +101,7 @@ impl Core {
         let Pushed { given, engine_id } = pushed;
         let sent = self.send_prefill(order, exchange, prefill, given.id.as_ref(), tries);
         let second = {
-            let (core, order, exchange) = (Arc::clone(self), order.clone(), exchange.clone());
+            let (core, order, exchange) = (Arc::clone(self), Arc::clone(order), exchange.clone());
             Box::pin(async move { core.decode(&order, &exchange, decode, None, Some(&given), false).await })
         };
         let decode = Some(Second::Running(second));

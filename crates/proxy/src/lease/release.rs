@@ -124,7 +124,7 @@ impl Hold {
     /// Releases the hand-off, trying again while the prefill engine may still hold the blocks.
     pub(super) async fn release(mut self: Box<Self>) {
         // The trace goes out when its last span has ended: what ends after the first rounds has none.
-        let mut span = std::mem::take(&mut self.order.trace).span("release", SpanKind::Internal);
+        let mut span = std::mem::take(&mut self.trace).span("release", SpanKind::Internal);
         span.say("kvbaton.peer", || self.prefill.id.clone());
         span.say("kvbaton.blocks", || self.hand_off.blocks);
         let (hold, began, mut pause) = (&*self, Instant::now(), RELEASE_PAUSE);

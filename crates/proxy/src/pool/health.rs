@@ -119,8 +119,8 @@ fn weight(in_flight: usize, share: u32) -> u64 {
 /// A decode engine has read a prefill engine's blocks: only now the prefill engine's part has gone well.
 pub(crate) fn was_read(prefill: &Peer, decode: &Peer) {
     let now = Instant::now();
-    prefill.health.reads.lock().record(&decode.id, true, now);
-    decode.health.reads.lock().record(&prefill.id, true, now);
+    prefill.health.reads.lock().record(decode.routing.key, true, now);
+    decode.health.reads.lock().record(prefill.routing.key, true, now);
     prefill.succeeded();
 }
 
@@ -130,11 +130,11 @@ pub(crate) fn was_not_read(prefill: &Peer, decode: &Peer) {
     let now = Instant::now();
     let told = |peer: &Peer, partner: &Peer| {
         let mut reads = peer.health.reads.lock();
-        reads.record(&partner.id, false, now);
+        reads.record(partner.routing.key, false, now);
         reads.clone()
     };
     let (of_prefill, of_decode) = (told(prefill, decode), told(decode, prefill));
-    match blame((&prefill.id, &of_prefill), (&decode.id, &of_decode), now) {
+    match blame((prefill.routing.key, &of_prefill), (decode.routing.key, &of_decode), now) {
         Blame::Prefill => prefill.blamed(),
         Blame::Decode => decode.blamed(),
         Blame::Nobody => {}

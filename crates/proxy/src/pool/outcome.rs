@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use crate::routing::PeerKey;
+
 /// Into how many parts a window is divided.
 const PARTS: usize = 10;
 
@@ -77,32 +79,34 @@ impl Window {
     }
 }
 
-/// What became of the hand-offs between one peer and its partners.
+/// What became of the hand-offs between one peer and its partners, the partner of the last one at the end.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Reads(Vec<Read>);
 
 #[derive(Clone, Debug)]
 struct Read {
-    partner: String,
+    partner: PeerKey,
     good: Option<Instant>,
     bad: Option<Instant>,
 }
 
 impl Reads {
-    pub(crate) fn record(&mut self, partner: &str, good: bool, now: Instant) {
-        let at = self.0.iter().position(|read| read.partner == partner).unwrap_or_else(|| {
+    pub(crate) fn record(&mut self, partner: PeerKey, good: bool, now: Instant) {
+        let at = self.0.iter().rposition(|read| read.partner == partner).unwrap_or_else(|| {
             if self.0.len() >= PARTNERS {
                 let oldest = (0..self.0.len()).min_by_key(|at| self.0[*at].good.max(self.0[*at].bad));
                 self.0.swap_remove(oldest.unwrap_or_default());
             }
-            self.0.push(Read { partner: partner.to_owned(), good: None, bad: None });
+            self.0.push(Read { partner, good: None, bad: None });
             self.0.len() - 1
         });
-        *(if good { &mut self.0[at].good } else { &mut self.0[at].bad }) = Some(now);
+        let last = self.0.len() - 1;
+        self.0.swap(at, last);
+        *(if good { &mut self.0[last].good } else { &mut self.0[last].bad }) = Some(now);
     }
 
     /// Whether the last that is known from partners other than this one is good.
-    fn vouched_by_others(&self, partner: &str, now: Instant) -> bool {
+    fn vouched_by_others(&self, partner: PeerKey, now: Instant) -> bool {
         let others = self.0.iter().filter(|read| read.partner != partner);
         let (good, bad) =
             others.fold((None, None), |(good, bad), read| (read.good.max(good), read.bad.max(bad)));
@@ -125,7 +129,7 @@ pub(crate) enum Blame {
 
 /// A decode engine reports a failed read as its own failure, though the prefill engine or the way
 /// between them may have caused it: whoever works with others is not to blame.
-pub(crate) fn blame(prefill: (&str, &Reads), decode: (&str, &Reads), now: Instant) -> Blame {
+pub(crate) fn blame(prefill: (PeerKey, &Reads), decode: (PeerKey, &Reads), now: Instant) -> Blame {
     let prefill_works = prefill.1.vouched_by_others(decode.0, now);
     let decode_works = decode.1.vouched_by_others(prefill.0, now);
     match (prefill_works, decode_works) {
@@ -168,22 +172,25 @@ mod tests {
     #[test]
     fn whoever_works_with_others_is_not_to_blame() {
         let now = Instant::now();
-        let reads = |entries: &[(&str, bool)]| {
+        let [p, d, p2, d2, other] = [1, 2, 3, 4, 5].map(PeerKey);
+        let reads = |entries: &[(PeerKey, bool)]| {
             let mut reads = Reads::default();
             for (partner, good) in entries {
-                reads.record(partner, *good, now);
+                reads.record(*partner, *good, now);
             }
             reads
         };
-        let of = |p: &[(&str, bool)], d: &[(&str, bool)], at| blame(("p", &reads(p)), ("d", &reads(d)), at);
-        assert_eq!(of(&[("other", true)], &[], now), Blame::Decode);
-        assert_eq!(of(&[], &[("other", true)], now), Blame::Prefill);
-        assert_eq!(of(&[("other", true)], &[("other", true)], now), Blame::Nobody);
+        let of = |of_p: &[(PeerKey, bool)], of_d: &[(PeerKey, bool)], at| {
+            blame((p, &reads(of_p)), (d, &reads(of_d)), at)
+        };
+        assert_eq!(of(&[(other, true)], &[], now), Blame::Decode);
+        assert_eq!(of(&[], &[(other, true)], now), Blame::Prefill);
+        assert_eq!(of(&[(other, true)], &[(other, true)], now), Blame::Nobody);
         assert_eq!(of(&[], &[], now), Blame::Nobody);
-        assert_eq!(of(&[("d", true)], &[("p", true)], now), Blame::Nobody, "nobody vouches for itself");
-        assert_eq!(of(&[("d2", false)], &[("p2", true)], now), Blame::Prefill);
+        assert_eq!(of(&[(d, true)], &[(p, true)], now), Blame::Nobody, "nobody vouches for itself");
+        assert_eq!(of(&[(d2, false)], &[(p2, true)], now), Blame::Prefill);
         let late = now + SPEAKS_FOR + Duration::from_secs(1);
-        assert_eq!(of(&[("other", true)], &[], late), Blame::Nobody, "too long ago");
+        assert_eq!(of(&[(other, true)], &[], late), Blame::Nobody, "too long ago");
     }
 
     #[test]
@@ -191,9 +198,10 @@ mod tests {
         let now = Instant::now();
         let mut reads = Reads::default();
         for number in 0..100 {
-            reads.record(&format!("d{number}"), true, now + Duration::from_secs(number));
+            reads.record(PeerKey(number), true, now + Duration::from_secs(number.into()));
+            reads.record(PeerKey(1000), true, now + Duration::from_secs(number.into()));
         }
         assert_eq!(reads.0.len(), PARTNERS);
-        assert!(reads.0.iter().any(|read| read.partner == "d99"));
+        assert!(reads.0.iter().any(|read| read.partner == PeerKey(99)));
     }
 }

@@ -143,7 +143,7 @@ impl Core {
         if !policies.contains(&Policy::KvEvents) {
             return None;
         }
-        let told = self.told(request).await?;
+        let told = Box::pin(self.told(request)).await?;
         let bytes = |tokens: usize| (request.prompt_bytes() * tokens / told.of.max(1)) as u64;
         let known = told.peers.iter().map(|(peer, tokens)| (peer.routing.key, bytes(*tokens)));
         Some(Matched::known(known.collect()))

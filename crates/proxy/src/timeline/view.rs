@@ -6,7 +6,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use serde::Serialize;
 use tokio::time::Instant;
 
-use super::{Event, Record, Step, Timelines, Track};
+use super::track::{Told, Track};
+use super::{Record, Step, Timelines};
 
 /// What is known of a request and does not depend on when one looks.
 #[derive(Clone, Debug, Serialize)]
@@ -119,8 +120,8 @@ impl Timelines {
         let track = record.track.lock();
         Some(RequestTimeline {
             request: record.view(&track),
-            steps: track.events.iter().map(StepView::of).collect(),
-            steps_left_out: track.left_out,
+            steps: track.told().map(StepView::of).collect(),
+            steps_left_out: track.left_out(),
         })
     }
 
@@ -148,16 +149,15 @@ impl Record {
     }
 
     fn facts(&self, track: &Track) -> RequestFacts {
-        let events = &track.events;
-        let last = |is: fn(&Step) -> bool| events.iter().rev().find(|event| is(&event.step));
-        let at = |is: fn(&Step) -> bool| last(is).map(|event| event.at);
+        let last = |is: fn(&Step) -> bool| track.told().rev().find(|told| is(&told.step));
+        let at = |is: fn(&Step) -> bool| last(is).map(|told| told.at);
         let between = |from: Option<u64>, to: Option<u64>| {
             let micros = to?.checked_sub(from?)?;
             Some(Duration::from_micros(micros).as_secs_f64())
         };
         let sent = last(|step| *step == Step::PrefillSent);
         let decode = last(|step| *step == Step::DecodeSent);
-        let is_sent = |event: &&Event| matches!(event.step, Step::PrefillSent | Step::DecodeSent);
+        let is_sent = |told: &Told<'_>| matches!(told.step, Step::PrefillSent | Step::DecodeSent);
         let first_byte = at(|step| *step == Step::FirstByte);
         let ended = self.ended().is_some();
         let about = track.about.as_ref();
@@ -170,15 +170,15 @@ impl Record {
             model: about.map(|about| about.model.clone()),
             stream: about.map(|about| about.stream),
             key: about.and_then(|about| about.key.clone()),
-            prefill: sent.and_then(|event| event.peer.clone()),
-            decode: decode.and_then(|event| event.peer.clone()),
-            tries: events.iter().filter(is_sent).count(),
+            prefill: sent.as_ref().and_then(|told| told.peer.cloned()),
+            decode: decode.and_then(|told| told.peer.cloned()),
+            tries: track.told().filter(is_sent).count(),
             request_bytes: about.map(|about| about.bytes),
             answer_bytes: self.sent_bytes(),
             answer_pieces: self.pieces.load(std::sync::atomic::Ordering::Relaxed),
             queue_seconds: between(at(|step| *step == Step::Read), at(|step| *step == Step::Admitted)),
             prefill_seconds: between(
-                sent.map(|event| event.at),
+                sent.map(|told| told.at),
                 at(|step| matches!(step, Step::PrefillAnswered(_))),
             ),
             hand_off_seconds: between(at(|step| matches!(step, Step::HandedOff(_))), first_byte),
@@ -188,9 +188,9 @@ impl Record {
 }
 
 impl StepView {
-    fn of(event: &Event) -> Self {
+    fn of(told: Told<'_>) -> Self {
         let (mut status, mut blocks, mut reason) = (None, None, None);
-        let step = match event.step {
+        let step = match told.step {
             Step::Received => "received",
             Step::Read => "read",
             Step::Admitted => "admitted",
@@ -206,7 +206,7 @@ impl StepView {
                 "prefill_failed"
             }
             Step::HandedOff(count) => {
-                blocks = Some(count);
+                blocks = Some(u64::from(count));
                 "handed_off"
             }
             Step::HandOffRefused(why) => {
@@ -230,7 +230,7 @@ impl StepView {
             Step::FirstToken => "first_token",
             Step::Ended => "ended",
         };
-        let seconds = Duration::from_micros(event.at).as_secs_f64();
-        Self { step, seconds, peer: event.peer.clone(), status, blocks, reason }
+        let seconds = Duration::from_micros(told.at).as_secs_f64();
+        Self { step, seconds, peer: told.peer.cloned(), status, blocks, reason }
     }
 }
