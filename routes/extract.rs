@@ -115,6 +115,10 @@ pub(crate) async fn read_body(
             let expected = usize::try_from(declared).unwrap_or(bound.bytes);
             joined.reserve(expected.min(FIRST_ALLOCATION).max(first.len() + data.len()));
             joined.extend_from_slice(&std::mem::take(&mut first));
+        } else if joined.capacity() - joined.len() < data.len() {
+            // Who has sent so much gets all the room that was declared, so that a long body is never there twice.
+            let left = usize::try_from(declared).unwrap_or(bound.bytes).saturating_sub(joined.len());
+            joined.reserve(left.max(data.len()));
         }
         joined.extend_from_slice(&data);
     }
@@ -245,6 +249,24 @@ mod tests {
     async fn a_chunked_body_over_the_limit_is_refused() {
         let refused = read_body(&HeaderMap::new(), chunks(&["abcd", "efgh", "i"]), BOUND).await;
         assert!(matches!(refused, Err(RouteError::BodyTooLarge { limit: 8 })));
+    }
+
+    #[tokio::test]
+    async fn a_long_body_takes_the_room_that_it_declares_and_no_more() {
+        const PIECE: usize = 10_000;
+        let pieces = (0..300_u32).map(|at| {
+            let piece = Bytes::from(vec![at as u8; PIECE]);
+            Ok::<_, std::io::Error>(http_body::Frame::data(piece))
+        });
+        let bound = BodyBound { bytes: 300 * PIECE, ..BOUND };
+        let mut headers = HeaderMap::new();
+        headers.insert(CONTENT_LENGTH, (300 * PIECE).into());
+        let body = Body::new(StreamBody::new(futures_util::stream::iter(pieces)));
+        let whole = read_body(&headers, body, bound).await.unwrap();
+        assert!(
+            whole.chunks(PIECE).enumerate().all(|(at, piece)| piece.iter().all(|byte| *byte == at as u8))
+        );
+        assert_eq!(whole.try_into_mut().unwrap().capacity(), 300 * PIECE);
     }
 
     #[tokio::test(start_paused = true)]

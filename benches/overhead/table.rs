@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use crate::Plan;
 use crate::client::{self, Load, Until};
 use crate::engine::Engines;
+use crate::growth::fleet;
 use crate::process::{Router, Who, kvbaton};
 
 /// One line of the table.
@@ -37,13 +38,17 @@ pub(crate) fn row(router: &Router, engines: &Engines, load: &Load, connections: 
 
 /// Runs the loads at kvbaton, which is then asked to end.
 pub(crate) fn run(engines: &Engines, plan: Plan) {
-    let router = Router::start(Who::Kvbaton, engines);
-    for load in Load::all() {
-        for connections in plan.connections {
-            client::run(router.addr, &load, *connections, Until::Over(plan.lasts));
+    // With the log that operators read, and without it.
+    for level in ["error", "info"] {
+        let log = ["--set".to_owned(), format!("log.level={level}")];
+        let router = Router::kvbaton(&[&fleet(engines, 2)[..], &log].concat());
+        for load in Load::all() {
+            for connections in plan.connections {
+                client::run(router.addr, &load, *connections, Until::Over(plan.lasts));
+            }
         }
+        router.end();
     }
-    router.end();
 }
 
 /// Measures all of them.
