@@ -94,7 +94,7 @@ async fn answer(
     let span = request_span(&request_id, &parts.method, parts.uri.path());
     let account = state.proxy.account(&request_id, endpoint.label(), &parts.headers);
     let exchange = Exchange { request_id, headers: parts.headers, client, account };
-    // The future of a whole exchange is large: it is moved once, here, and not with each one around it.
+    // Moved once, here, and not with each of the futures around it.
     let answering = Box::pin(forward(endpoint, state, exchange, body));
     let response = if span.is_disabled() { answering.await } else { answering.instrument(span).await };
     Ok(identified(response, header, endpoint == Endpoint::Messages))

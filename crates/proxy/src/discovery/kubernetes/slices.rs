@@ -190,6 +190,19 @@ mod tests {
         assert_eq!(found.instance.as_deref(), Some("u"));
     }
 
+    /// As `kubectl get endpointslice -o json` shows one of a minikube: a single port whose name is empty, no zone.
+    #[test]
+    fn a_slice_of_a_real_cluster_is_read() {
+        let recorded = include_str!("../../../../../tests/fixtures/kubernetes/minikube-slice.json");
+        let mut all = Slices::default();
+        all.put(serde_json::from_str(recorded).unwrap());
+        let found = all.report(None).found.unwrap();
+        let [one] = &found[..] else { panic!("{found:?}") };
+        assert_eq!((one.address.to_string().as_str(), one.leaving), ("10.244.0.12:9090", false));
+        assert_eq!(one.labels.iter().collect::<Vec<_>>(), [(&"node".to_owned(), &"minikube".to_owned())]);
+        assert_eq!(one.instance.as_deref(), Some("39dc5ba8-df5d-4220-95b4-e887289ebf0a"));
+    }
+
     #[test]
     fn names_of_hosts_and_slices_without_endpoints_give_nothing() {
         let names = slice("a", "FQDN", json!([pod("engine.example.org", SERVES)]));
