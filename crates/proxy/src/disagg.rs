@@ -50,7 +50,7 @@ pub struct Exchange {
 }
 
 /// A request that has been read and can be served.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Order {
     pub(crate) request: ClientRequest,
     /// The client's name for the model (raw JSON), where it is shown in the place of the engine's.

@@ -178,6 +178,10 @@ impl Core {
             peer.blamed();
             return Err(PrefillFault::Status(status));
         }
+        let lease = |hand_off| {
+            let lease = Lease::open(self, hand_off, &peer, order, &exchange.request_id);
+            lease.sent_as(id).traced(exchange.account.trace().clone())
+        };
         let refused = match self.granted_by(&peer, order, &head, &answer) {
             Ok(hand_off) => {
                 exchange.account.tell(|told| {
@@ -199,8 +203,7 @@ impl Core {
                 {
                     self.pool.relearn();
                 }
-                let lease = Lease::open(self, hand_off, &peer, order, &exchange.request_id);
-                return Ok(Ok(Some(lease.sent_as(id).traced(exchange.account.trace().clone()))));
+                return Ok(Ok(Some(lease(hand_off))));
             }
             Err(refused) => refused,
         };
@@ -208,8 +211,7 @@ impl Core {
         peer.failed(&format!("hand-off {}", refused.refusal.label()), false);
         peer.blamed();
         if let Some(unused) = refused.unused {
-            let lease = Lease::open(self, *unused, &peer, order, &exchange.request_id);
-            drop(lease.sent_as(id).traced(exchange.account.trace().clone()));
+            drop(lease(*unused));
         }
         if refused.refusal == HandOffRefusal::ForeignAddress {
             let (request_id, error) = (exchange.request_id.as_str(), refused.refusal);

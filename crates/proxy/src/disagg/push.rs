@@ -40,7 +40,7 @@ impl Core {
     /// not push, or where it is not known yet.
     pub(super) fn push_of(
         &self,
-        order: &Arc<Order>,
+        order: &Order,
         exchange: &Exchange,
         prefill: &Peer,
         decode: &Peer,
